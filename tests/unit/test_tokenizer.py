@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.text.tokenizer import Tokenizer, TokenizerError
-from tests.unit.vocabularies import KINDS, TEXTS, byte_level, sentence_piece, trained_byte_level, word_piece
+from tests.unit.vocabularies import CONTROL, KINDS, NORMAL, TEXTS, byte_level, sentence_piece, trained_byte_level, word_piece
 
 
 def make(kind: str, **changes: Any) -> Tokenizer:
@@ -110,6 +110,18 @@ def test_control_tokens() -> None:
     assert tokenizer.token_bytes(tokenizer.vocab_size - 1) == b""  # unused
     assert tokenizer.token_bytes(tokenizer.vocab_size + 7) == b""  # a model's padding rows
     assert tokenizer.id_of("no such token") is None
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|observation|>"])
+def test_a_control_token_of_a_template_ends_a_turn(text: str) -> None:
+    """Qwen, Phi, Gemma, Granite, GLM-4 after a call; the file names another token. Control: the same as a plain token."""
+    metadata = byte_level()
+    tokens, types = list(metadata["tokenizer.ggml.tokens"]), metadata["tokenizer.ggml.token_type"]
+    tokens[1], tokens[2] = "<|start|>", text
+    for kind, ends in ((CONTROL, {0, 2}), (NORMAL, {0})):
+        types[2] = kind
+        made = Tokenizer.from_gguf({**metadata, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types})
+        assert made.eos_ids == ends
 
 
 def test_special_tokens_are_added_around_a_text() -> None:

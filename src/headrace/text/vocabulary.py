@@ -18,7 +18,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 END_OF_TURN = frozenset(
     (
         "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>",
-        "<|end_of_turn|>", "<end_of_utterance>", "<EOT>", "<｜end▁of▁sentence｜>",
+        "<|end_of_turn|>", "<end_of_utterance>", "<EOT>", "<｜end▁of▁sentence｜>", "<|observation|>",
     )
 )  # fmt: skip
 
