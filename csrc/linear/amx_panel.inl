@@ -117,6 +117,8 @@ static void multiply_panel_amx(const Panel& panel, const PanelStep& step, int ro
     }
 }
 
+namespace {  // no weak symbols
+
 // Tiles must be released after the last panel.
 struct AmxProducts {
     static constexpr int kMost = kPanelAmxRows;
@@ -134,5 +136,7 @@ struct AmxProducts {
         }
     }
 };
+
+}  // namespace
 
 }  // namespace headrace::HEADRACE_ISA

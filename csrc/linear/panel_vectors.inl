@@ -175,11 +175,15 @@ HEADRACE_INLINE PanelKernel panel_kernel(PackedKind kind, int rows) {
     return panel_kernel<least>(kind);
 }
 
+namespace {  // no weak symbols
+
 struct VectorProducts {
     static constexpr int kMost = kPanelRows;
     void multiply(PackedKind kind, int rows, const Panel& panel, const PanelStep& step) const {
         panel_kernel(kind, rows)(panel, step);
     }
 };
+
+}  // namespace
 
 }  // namespace headrace::HEADRACE_ISA
