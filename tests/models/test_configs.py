@@ -352,6 +352,9 @@ def test_code_in_a_model_folder_is_not_run(tmp_path: Path) -> None:
         ({"gemma3.expert_count": 8}, "has layers of 8 experts, which are not built; take a model without experts"),
         ({"general.architecture": "qwen3moe", "qwen3moe.expert_count": 128}, "has layers of 128 experts, which are not built"),
         ({"gemma3.rope.scaling.type": "ntk"}, "rotary scaling 'ntk'; known are none, linear, yarn, longrope, llama3"),
+        ({"gemma3.attention.temperature_length": 1024}, "has attention.temperature_length 1024, which is not built"),
+        ({"gemma3.rope.scaling.yarn_ext_factor": 0.0}, "has rope.scaling.yarn_ext_factor 0.0, which is not built"),
+        ({"gemma3.rope.scaling.yarn_attn_factor": 1.5}, "has rope.scaling.yarn_attn_factor 1.5, which is not built"),
         ({"gemma3.rope.freq_base": "fast"}, "must have gemma3.rope.freq_base as a number above 0, not 'fast'"),
         (
             {"gemma3.attention.head_count": np.arange(100)},
