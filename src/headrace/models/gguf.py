@@ -22,12 +22,6 @@ SCALINGS = ("none", "linear", "yarn", "longrope")
 FLOATS = {"F32": "<f4", "F16": "<f2"}
 # Families whose GGUF files have the name of another one.
 SHARED_NAMES = {"mistral": "llama", "internlm3": "llama", "olmo3": "olmo2"}
-# Numbers that change a model and that no family here reads (Grok's), with the values that change nothing.
-NOT_BUILT = {
-    "attention.temperature_length": (0,),
-    "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
-}
 # Architectures whose multipliers are metadata.
 MULTIPLIED = ("granite", "minicpm")
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
@@ -41,10 +35,6 @@ def decoder(read: Reader, eps: str = "attention.layer_norm_rms_epsilon", rotary:
     head_dim = read.size("attention.key_length", hidden // heads, MAX_HEAD_DIM)
     if read.size("attention.value_length", head_dim) != head_dim:
         raise read.error("asks for keys and values of different widths, which are not built")
-    for key, neutral in NOT_BUILT.items():
-        value = read.get(key, neutral[0])
-        if not (isinstance(value, int | float) and value in neutral):
-            raise read.error(f"has {key} {value}, which is not built; take a model without it")
     layer = LayerConfig(
         heads=heads,
         kv_heads=kv_heads,
