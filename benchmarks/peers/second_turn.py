@@ -9,7 +9,6 @@ llama.cpp's source goes (`-np 1`); without --llama-server only Headrace is measu
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmarks.peers.servers import free_port
 
 LETTERS = list(range(65, 91))  # ids of A to Z in a file of `bench synthetic`
 READY = 300.0  # seconds to load
@@ -78,12 +79,6 @@ def llama_turns(address: str, first: list[int], answer: int, new: list[int]) -> 
 
 def tokens(seed: int, count: int) -> list[int]:
     return [(seed * 7919 + i * 31 + (i * i) % 97 * (seed + 3)) % 250 + 3 for i in range(count)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(stack: ExitStack, name: str, command: Sequence[str], port: int, turns: Any) -> Server:

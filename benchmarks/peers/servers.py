@@ -50,17 +50,6 @@ class Server:
         os.killpg(self.process.pid, number)
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Requests of one measurement: form and lengths in tokens (text: words)."""
-
-    kind: str
-    lengths: Lengths
-
-    def requests(self, streams: int, seed: int) -> list[ScheduledRequest]:
-        return steady(streams, self.lengths, seed)
-
-
 def parse_servers(texts: Sequence[str]) -> dict[str, str]:
     """Commands by name. Raises ValueError for a text that is not NAME=COMMAND, or that has no {port}."""
     commands: dict[str, str] = {}
@@ -127,14 +116,14 @@ def rate(server: Server, requests: Sequence[ScheduledRequest]) -> float:
     return sum(request.output for request in requests) / run_of.seconds
 
 
-def measure(servers: Sequence[Server], load: Load, streams: int, rounds: int, probe: BandwidthProbe) -> list[float]:
+def measure(servers: Sequence[Server], lengths: Lengths, streams: int, rounds: int, probe: BandwidthProbe) -> list[float]:
     """Measure every server `rounds` times in turns, after one round to warm up. Returns the bandwidth of each round."""
     bandwidths = []
     for number in range(rounds + 1):
         first = number % len(servers)
         for server in [*servers[first:], *servers[:first]]:
             server.send(signal.SIGCONT)
-            found = rate(server, load.requests(streams, 1000 * streams + number))
+            found = rate(server, steady(streams, lengths, 1000 * streams + number))
             server.send(signal.SIGSTOP)
             if number:
                 server.rates.setdefault(streams, []).append(found)
@@ -166,7 +155,7 @@ def servers(
     if min(counts) < 1:
         raise ValueError(f"--streams is {streams!r}; give numbers above 0, such as 1,8")
     logs.mkdir(parents=True, exist_ok=True)
-    load, probe = Load(kind, Lengths(prompt, answer)), BandwidthProbe(cores())
+    lengths, probe = Lengths(prompt, answer), BandwidthProbe(cores())
     result: dict[str, Any] = {"machine": machine(), "servers": commands, "kind": kind, "input": prompt, "output": answer}
     status().start("starting the servers")
     running: list[Server] = []
@@ -176,15 +165,15 @@ def servers(
             running[-1].send(signal.SIGSTOP)
         result["cells"] = {}
         for count in counts:
-            result["cells"][count] = _cell(running, load, count, rounds, probe)
+            result["cells"][count] = _cell(running, lengths, count, rounds, probe)
             if json_file is not None:
                 json_file.write_text(json.dumps(result, indent=1) + "\n")
     print_table(("streams", "server", "tokens/s", "times", "interval", "GB/s"), list(_rows(result["cells"], running[0].name)))
 
 
-def _cell(running: Sequence[Server], load: Load, count: int, rounds: int, probe: BandwidthProbe) -> dict[str, Any]:
+def _cell(running: Sequence[Server], lengths: Lengths, count: int, rounds: int, probe: BandwidthProbe) -> dict[str, Any]:
     status().start(f"{count} streams")
-    bandwidths = measure(running, load, count, rounds, probe)
+    bandwidths = measure(running, lengths, count, rounds, probe)
     ours = running[0].rates[count]
     return {
         "gb_per_s": median(bandwidths),

@@ -39,13 +39,13 @@ class LogMel:
     def loudest(self) -> float:
         """The largest logarithm of the file."""
         largest = float(np.log10(FLOOR))
-        kept: list[np.ndarray] = []
+        kept = np.empty((self.count, self.bins)) if self.count <= KEPT_ROWS else None
         for at in range(0, self.count, ROWS_AT_ONCE):
             logs = self._logs(at, min(at + ROWS_AT_ONCE, self.count))
             largest = max(largest, float(logs.max()))
-            if self.count <= KEPT_ROWS:
-                kept.append(logs)
-        self._kept = np.concatenate(kept) if kept else None
+            if kept is not None:
+                kept[at : at + ROWS_AT_ONCE] = logs
+        self._kept = kept
         return largest
 
     def window(self, start: int, rows: int) -> np.ndarray:
