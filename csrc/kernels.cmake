@@ -7,6 +7,7 @@ set(HEADRACE_KERNEL_SOURCES
   csrc/kernels/attention.cpp
   csrc/kernels/linear.cpp
   csrc/kernels/linear_direct.cpp
+  csrc/kernels/low_rank.cpp
   csrc/kernels/pack.cpp
   csrc/kernels/probe.cpp
   csrc/kernels/quantize_act.cpp

@@ -10,6 +10,7 @@ namespace headrace {
     namespace isa {                                  \
     extern const AttentionKernels attention_kernels; \
     extern const LinearKernels linear_kernels;       \
+    extern const LowRankKernels low_rank_kernels;    \
     extern const PackKernels pack_kernels;           \
     extern const ProbeKernels probe_kernels;         \
     extern const QuantizeKernels quantize_kernels;   \
@@ -37,6 +38,7 @@ namespace {
     constexpr Kernels isa##_table{id,                      \
                                   &isa::attention_kernels, \
                                   &isa::linear_kernels,    \
+                                  &isa::low_rank_kernels,  \
                                   &isa::pack_kernels,      \
                                   &isa::probe_kernels,     \
                                   &isa::quantize_kernels,  \

@@ -17,6 +17,7 @@ namespace headrace {
 
 struct AttentionKernels;
 struct LinearKernels;
+struct LowRankKernels;
 struct PackKernels;
 struct ProbeKernels;
 struct QuantizeKernels;
@@ -26,6 +27,7 @@ struct Kernels {
     Isa isa;
     const AttentionKernels* attention;
     const LinearKernels* linear;
+    const LowRankKernels* low_rank;
     const PackKernels* pack;
     const ProbeKernels* probe;
     const QuantizeKernels* quantize;

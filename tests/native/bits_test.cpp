@@ -1,9 +1,12 @@
-// Tests of reference hashes (bits.txt): norms, converted rows, activations, packed floats, noise, drawn tokens.
+// Tests of reference hashes (bits.txt): norms, converted rows, activations, packed floats, noise, drawn tokens,
+// low-rank products.
 #include "bits.h"
 
+#include <bit>
 #include <optional>
 
 #include "linear/quantize_act_kernels.h"
+#include "low_rank/kernels.h"
 #include "pack/pack.h"
 #include "sample/sample.h"
 #include "system/kernels.h"
@@ -86,6 +89,23 @@ uint64_t packed(const Input& in, const char* quantize, Isa isa) {
     return hash.value();
 }
 
+// Low-rank products of a row: of 7 ranks, with columns left over by every width of vectors.
+uint64_t low_rank(const Input& in, Isa isa) {
+    constexpr int kRank = 7, kOut = 150;
+    std::mt19937 rng(23);
+    const auto bfloat16 = [&](size_t count) {
+        std::vector<uint16_t> found;
+        for (const float value : even_floats(rng, count)) found.push_back(std::bit_cast<uint32_t>(value) >> 16);
+        return found;
+    };
+    const std::vector<uint16_t> down = bfloat16(kRank * kColumns), up = bfloat16(kRank * kOut);
+    std::vector<float> x(in.x.begin(), in.x.begin() + kColumns), low(kRank), out(in.weight.begin(), in.weight.begin() + kOut);
+    for (float& value : x) value /= 3.0f;  // so that sums are rounded
+    kernels_for(isa).low_rank->down(low.data(), down.data(), x.data(), kColumns, kRank);
+    kernels_for(isa).low_rank->up(out.data(), up.data(), kOut, low.data(), kRank, kOut);
+    return Hash().add(low).add(out).value();
+}
+
 uint64_t noise(uint32_t purpose, Isa isa) {
     std::vector<float> out(1000);
     kernels_for(isa).sample->gumbel_row(1000, {{7, 11}, 13, purpose}, out.data());
@@ -131,6 +151,7 @@ int main() {
         bits.compare("activation", kind, [&](Isa isa) { return activated(in, static_cast<Activation>(kind), isa); });
     for (const int kind : {0, 1, 2, 3})
         bits.compare("rounded", kind, [&](Isa isa) { return rounded(in, static_cast<Rounding>(kind), isa); });
+    bits.compare("low_rank", 0, [&](Isa isa) { return low_rank(in, isa); });
     bits.compare("bfloat16", 0, [&](Isa isa) { return bfloats(in, isa); });
     int number = 0;
     for (const char* quantize : {"", "int8", "int4"})
