@@ -28,7 +28,7 @@ from headrace.server.access.queueing import QueueFullError
 from headrace.server.protocols.transcribing import SoundMemory
 from headrace.server.settings import Limits
 from tests.server.harness import ENGINE, PATIENCE, Running, in_thread, until
-from tests.tiny_whisper import RATE, noise, write_folder
+from tests.tiny_whisper import EOT, RATE, noise, write_folder
 
 LIMITS = Limits(body_seconds=PATIENCE, header_seconds=PATIENCE, send_seconds=PATIENCE, audio_bytes=2 << 20, audio_seconds=40)
 EVENTS = {"transcript.text.delta": TranscriptionTextDeltaEvent, "transcript.text.done": TranscriptionTextDoneEvent}
@@ -70,7 +70,7 @@ def ask(server: Running, route: str = "transcriptions", **more: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(offline: LLM) -> Transcript:
-    return offline.transcribe(SOUND, language="en", temperatures=(0.3,))
+    return offline.transcribe(SOUND, language="en", temperatures=(0.3,), long="chunked")
 
 
 def test_each_format_is_the_offline_transcript(server: Running, expected: Transcript) -> None:
@@ -92,15 +92,47 @@ def test_each_format_is_the_offline_transcript(server: Running, expected: Transc
 def test_a_field_chooses_beams(server: Running, offline: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transcription, "LOGPROB", -99.0)  # no fallback to temperatures above 0
     monkeypatch.setattr(transcription, "COMPRESSION", 99.0)
-    expected = [offline.transcribe(SOUND, language="en", beams=beams) for beams in (1, 5)]
+    expected = [offline.transcribe(SOUND, language="en", beams=beams, long="chunked") for beams in (1, 5)]
     assert expected[0].segments != expected[1].segments
     for beams, transcript in zip((1, 5), expected, strict=True):
         made = ask(server, temperature=0, response_format="verbose_json", extra_body={"beams": beams})
         assert [one.tokens for one in made.segments] == [one.tokens for one in transcript.segments]
 
 
+def test_beams_of_a_low_score_are_decoded_again(server: Running, offline: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("COMPRESSION", 99.0), ("NO_SPEECH", 1.0), ("LOGPROB", 0.0)):  # the score alone decides
+        monkeypatch.setattr(transcription, name, value)
+    given: dict[str, Any] = {"language": "en", "beams": 5, "long": "chunked", "seed": 3}
+    expected = offline.transcribe(SOUND, **given)
+    assert expected.fallbacks
+    assert {one.reason for one in expected.fallbacks} == {"avg_logprob"}
+    body = {"beams": 5, "seed": 3}
+    made = ask(server, temperature=0, response_format="verbose_json", extra_body=body).to_dict()
+    assert [(one["reason"], one["temperature"]) for one in made["fallbacks"]] == [
+        (one.reason, one.temperature) for one in expected.fallbacks
+    ]
+    assert [one["avg_logprob"] for one in made["segments"]] == pytest.approx([one.avg_logprob for one in expected.segments])
+
+
+def test_logprobs_of_tokens(server: Running, offline: LLM) -> None:
+    """Those of the offline transcript, without timestamps; the tokens' bytes are the text."""
+    expected = offline.transcribe(SOUND, language="en", temperatures=(0.3,), long="chunked", logprobs=True)
+    pairs = [pair for one in expected.segments for pair in zip(one.tokens, one.logprobs or (), strict=True)]
+    values = [value for token, value in pairs if token < EOT]
+    assert len(values) > 3
+    assert all(value <= 0 for value in values)
+    made = ask(server, include=["logprobs"])
+    Transcription.model_validate_json(made.to_json())
+    assert [one.logprob for one in made.logprobs] == pytest.approx(values)
+    assert bytes(int(byte) for one in made.logprobs for byte in one.bytes).decode(errors="replace").strip() == expected.text
+    events = list(ask(server, include=["logprobs"], stream=True))
+    assert [one.logprob for event in events[:-1] for one in event.logprobs] == pytest.approx(values)
+    assert [one.logprob for one in events[-1].logprobs] == pytest.approx(values)
+    assert "logprobs" not in ask(server).to_dict()
+
+
 def test_words_have_times(server: Running, offline: LLM) -> None:
-    expected = offline.transcribe(SOUND, language="en", temperatures=(0.3,), words=True)
+    expected = offline.transcribe(SOUND, language="en", temperatures=(0.3,), words=True, long="chunked")
     words = [word for one in expected.segments for word in one.words or ()]
     made = ask(server, response_format="verbose_json", timestamp_granularities=["word", "segment"])
     TranscriptionVerbose.model_validate_json(made.to_json())
@@ -165,6 +197,20 @@ def test_sound_is_cut_in_silences_and_decoded_together(server: Running, offline:
     assert "".join(streamed).strip() == expected.text
 
 
+def test_windows_follow_each_other_if_the_request_says_so(server: Running, offline: LLM) -> None:
+    """Without the field the sound is cut in silences, unless silence is not to be found."""
+    sound = wav(PARTS)
+    given: dict[str, Any] = {"language": "en", "temperatures": (0.3,)}
+    expected = {way: offline.transcribe(sound, **given, long=way).text for way in ("sequential", "chunked")}
+    assert expected["sequential"] != expected["chunked"]
+    for way, text in expected.items():
+        assert ask(server, file=("a.wav", sound), extra_body={"long": way}).text == text
+    assert ask(server, file=("a.wav", sound)).text == expected["chunked"]
+    whole = offline.transcribe(sound, **given, vad=False)
+    assert whole.way == "sequential"
+    assert ask(server, file=("a.wav", sound), extra_body={"vad": False}).text == whole.text
+
+
 def test_server_vad_takes_the_bounds_of_speech(server: Running, offline: LLM) -> None:
     bounds = SpeechBounds(silence=5.0, before=0.1)
     given: dict[str, Any] = {"language": "en", "temperatures": (0.3,), "long": "chunked"}
@@ -181,7 +227,7 @@ def test_server_vad_takes_the_bounds_of_speech(server: Running, offline: LLM) ->
 
 
 def test_languages_may_differ_by_segment(server: Running, offline: LLM) -> None:
-    expected = offline.transcribe(SOUND, temperatures=(0.3,), multilingual=True)
+    expected = offline.transcribe(SOUND, temperatures=(0.3,), multilingual=True, long="chunked")
     form = {"model": "tiny", "temperature": "0.3", "multilingual": "true", "response_format": "verbose_json"}
     made = server.http.post("/v1/audio/transcriptions", files={"file": ("a", SOUND)}, data=form).json()
     assert [one["language"] for one in made["segments"]] == [one.language for one in expected.segments]
@@ -189,7 +235,7 @@ def test_languages_may_differ_by_segment(server: Running, offline: LLM) -> None:
 
 
 def test_translations(server: Running, offline: LLM) -> None:
-    expected = offline.transcribe(SOUND, task="translate", temperatures=(0.3,))
+    expected = offline.transcribe(SOUND, task="translate", temperatures=(0.3,), long="chunked")
     made = ask(server, "translations", language=None, response_format="verbose_json")
     TranslationVerbose.model_validate_json(made.to_json())
     assert made.text == expected.text
@@ -198,7 +244,7 @@ def test_translations(server: Running, offline: LLM) -> None:
 
 def test_a_language_is_detected_and_temperature_0_falls_back(server: Running, offline: LLM) -> None:
     sound = wav(noise(0.3))
-    expected = offline.transcribe(sound)
+    expected = offline.transcribe(sound, long="chunked")
     made = ask(server, file=("a.wav", sound), language=None, temperature=0, response_format="verbose_json").to_dict()
     assert made["text"] == expected.text
     assert made["language_probability"] == pytest.approx(expected.language_probability)
@@ -224,7 +270,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "known_speaker_names: speakers are not told apart": {"known_speaker_names[]": "Ada"},
     "is given, so none is detected": {"language": "en", "languages[]": "fr"},
     "language 'yy'": {"languages[]": "yy"},
-    "include: log-probabilities": {"include[]": "logprobs"},
+    "include: log-probabilities go with response_format json, not text": {"include[]": "logprobs", "response_format": "text"},
+    "include: beam search": {"include[]": "logprobs", "beams": "5"},
+    "include": {"include[]": "item"},
+    "and long is sequential": {"chunking_strategy": "auto", "long": "sequential"},
+    "long": {"long": "whole"},
     "chunking_strategy": {"chunking_strategy": "server_vad"},
     "chunking_strategy.threshold": {"chunking_strategy[type]": "server_vad", "chunking_strategy[threshold]": "2"},
     "is neither auto nor a JSON object": {"chunking_strategy": "{"},

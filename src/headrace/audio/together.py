@@ -124,7 +124,9 @@ def _result(output: RequestOutput) -> WindowOutput | Exception:
     """The output of a finished window, or the error that ended it."""
     if output.error is not None:
         return ValueError(f"a window could not be decoded: {output.error}")
-    return WindowOutput([(one.token_ids, one.cumulative_logprob or 0.0) for one in output.outputs], output.pooled)
+    choices = [(one.token_ids, one.cumulative_logprob or 0.0) for one in output.outputs]
+    logprobs = [[entry.logprob for entry in one.logprobs or ()] for one in output.outputs]
+    return WindowOutput(choices, logprobs, output.pooled)
 
 
 def next_events(windows: Running, output: WindowOutput | Exception | None) -> Iterator[Any]:

@@ -14,7 +14,8 @@ class Word(msgspec.Struct):
 
 class Segment(msgspec.Struct):
     """A part of a transcript. start, end: seconds. temperature, avg_logprob, compression_ratio and no_speech_prob belong to its
-    window of sound. words: if their times were wanted. channel: from 1, if the channels of the file were split."""
+    window of sound. words: if their times were wanted. channel: from 1, if the channels of the file were split. logprobs: of
+    `tokens`, among the tokens that the timestamp rules allow, if they were wanted."""
 
     id: int
     start: float
@@ -28,6 +29,7 @@ class Segment(msgspec.Struct):
     language: str = ""
     words: list[Word] | msgspec.UnsetType = msgspec.UNSET
     channel: int | msgspec.UnsetType = msgspec.UNSET
+    logprobs: list[float] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Skipped(msgspec.Struct):

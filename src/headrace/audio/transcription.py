@@ -61,7 +61,7 @@ class SpeechSettings:
     condition: give each window's text to the next one. long: sequential (windows one after the other), or chunked (windows cut
     in silences, decoded together, without the text before them). vad: skip silence, by `bounds`. words: find the times of
     words. short_context: encode a file of one window with fewer positions than 30 s have, which is faster and changes the text
-    (lossy).
+    (lossy). logprobs: give each segment the log-probabilities of its tokens.
     """
 
     language: str | None = None
@@ -78,6 +78,7 @@ class SpeechSettings:
     bounds: SpeechBounds = SPEECH
     words: bool = False
     short_context: bool = False
+    logprobs: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -85,6 +86,10 @@ class SpeechSettings:
             raise ValueError(f"temperatures must be numbers from 0 to 2, not {list(self.temperatures)}")
         if not 1 <= self.beams <= MAX_BEAMS:
             raise ValueError(f"beams must be between 1 (greedy) and {MAX_BEAMS}, not {self.beams}")
+        if self.logprobs and self.beams > 1:
+            raise ValueError(
+                f"beam search ({self.beams} beams) keeps no log-probabilities of tokens; leave logprobs or beams out"
+            )
         if self.long not in WAYS:
             raise ValueError(f"long must be {' or '.join(WAYS)}, not {self.long!r}")
         if self.language is not None and (self.languages or self.multilingual):
@@ -104,13 +109,14 @@ class Window:
 
 @dataclass
 class Decoded:
-    """The output of a window that counts."""
+    """The output of a window that counts. logprobs: of its tokens; empty after beam search."""
 
     tokens: list[int]
     text: str
     temperature: float
     avg_logprob: float
     compression_ratio: float
+    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -390,12 +396,16 @@ class Transcription:
             params = SamplingParams(temperature=temperature, **draws, **limits, **rules)
         output = yield Window(prompt, params, source)
         results = []
-        for written, total in output.choices:
-            tokens = [token for token in written if token != end]
-            results.append((total / max(len(tokens), 1), total / (len(tokens) + 1), tokens))
-        _, avg_logprob, tokens = max(results, key=lambda result: result[0])
+        for at, (written, total) in enumerate(output.choices):
+            count = sum(token != end for token in written)
+            results.append((total / max(count, 1), total / (count + 1), at))
+        _, avg_logprob, best = max(results, key=lambda result: result[0])
+        written = output.choices[best][0]
+        tokens = [token for token in written if token != end]
+        logprobs = output.logprobs[best] if output.logprobs else []
+        logprobs = [logprob for token, logprob in zip(written, logprobs, strict=False) if token != end]
         text = self._text(tokens)
-        return Decoded(tokens, text, temperature, avg_logprob, compression_ratio(text))
+        return Decoded(tokens, text, temperature, avg_logprob, compression_ratio(text), logprobs)
 
     def _fault(self, result: Decoded, no_speech: float) -> str:
         """Why a window is decoded again; empty if it is not."""
@@ -416,21 +426,23 @@ class Transcription:
         ends = [at for at in range(1, len(tokens)) if times[at] and times[at - 1]]
         made: list[Segment] = []
 
-        def add(part: Sequence[int], start: float, end: float) -> None:
-            text = self._text(part)
+        def add(part: slice, start: float, end: float) -> None:
+            text = self._text(tokens[part])
             if start < end and text.strip():
                 details = result.temperature, result.avg_logprob, result.compression_ratio, no_speech
-                made.append(Segment(0, round(start, 3), round(end, 3), text, list(part), *details))
+                segment = Segment(0, round(start, 3), round(end, 3), text, tokens[part], *details)
+                if self.settings.logprobs:
+                    segment.logprobs = result.logprobs[part]
+                made.append(segment)
 
         base = self._seconds(seek)
         if not ends:
             last = next((token for token in reversed(tokens) if token > first), None)
-            add(tokens, base, base + (self._seconds(size) if last is None else (last - first) * STEP))
+            add(slice(None), base, base + (self._seconds(size) if last is None else (last - first) * STEP))
             return made, size
         closed = self._closed(tokens)
         for start, end in zip([0, *ends], [*ends, len(tokens)] if closed else ends, strict=False):
-            part = tokens[start:end]
-            add(part, base + (part[0] - first) * STEP, base + (part[-1] - first) * STEP)
+            add(slice(start, end), base + (tokens[start] - first) * STEP, base + (tokens[end - 1] - first) * STEP)
         moved = (tokens[ends[-1] - 1] - first) * per_step
         return made, moved if moved and not closed else size
 

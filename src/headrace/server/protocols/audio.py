@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -25,6 +25,7 @@ from headrace.server.http.api_error import ApiError, bad
 from headrace.server.http.body_limits import read_form
 from headrace.server.http.forms import MultipartForm, receive_form
 from headrace.server.http.limits_check import Deadline, Int32, Salt, StrictStruct, Word, Words
+from headrace.server.protocols.logprobs import token_logprob
 from headrace.server.protocols.models import use_model
 from headrace.server.protocols.routes import Api, Call, as_response
 from headrace.server.protocols.sampling import priority_of
@@ -42,11 +43,11 @@ LONGEST_FIELD = 256 << 10  # bytes; the end of a longer prompt would not count a
 LISTS = ("timestamp_granularities", "include", "keywords", "languages", "known_speaker_names", "known_speaker_references")
 TEXT_FORMATS = {"srt": "srt", "vtt": "vtt"}
 STREAMED = ("json", "text")
+WITH_LOGPROBS = "json"  # format of answers that have log-probabilities
 CLOSING: set[asyncio.Task[None]] = set()  # ends of streams
 TRUNCATED = "x-headrace-truncated"  # names the field of which a part was dropped
 # Fields that have no effect here, and why a value is refused.
 UNSUPPORTED = {
-    "include": "log-probabilities of tokens are not returned",
     "known_speaker_names": "speakers are not told apart",
     "known_speaker_references": "speakers are not told apart",
 }
@@ -79,7 +80,9 @@ class TranscriptionForm(StrictStruct, kw_only=True):
     chunking_strategy: Literal["auto"] | ServerVad | None = None
     languages: Words | None = None
     keywords: Words | None = None
+    include: list[Literal["logprobs"]] | None = None
     # from other servers
+    long: Literal["sequential", "chunked"] | None = None
     vad: bool | None = None
     beams: Annotated[int, Meta(ge=1, le=MAX_BEAMS)] | None = None
     multilingual: bool | None = None
@@ -88,7 +91,6 @@ class TranscriptionForm(StrictStruct, kw_only=True):
     priority: Int32 | None = None
     cache_salt: Salt | None = None
     # not supported, refused unless they have no effect
-    include: Words | None = None
     known_speaker_names: Words | None = None
     known_speaker_references: Words | None = None
 
@@ -166,7 +168,8 @@ async def _respond(
     """The answer, streamed or complete. A stream takes over what is on the stack."""
     if not body.stream:
         wanted = tuple(body.timestamp_granularities or ("segment",))
-        return _written(await unless_disconnected(http, _collect(request)), body.response_format, task, wanted)
+        transcript = await unless_disconnected(http, _collect(request))
+        return _written(transcript, body.response_format, task, wanted, _logprobs(request, transcript.segments))
     rest = stack.pop_all()
     events = _events(request)
 
@@ -192,9 +195,20 @@ async def _events(request: SpeechRequest) -> AsyncGenerator[bytes, None]:
         if isinstance(event, Segment):
             text = event.text.lstrip() if first else event.text
             first = False
-            yield sse_event({"type": "transcript.text.delta", "delta": text})
+            yield sse_event({"type": "transcript.text.delta", "delta": text, **_logprobs(request, [event])})
         else:
-            yield sse_event({"type": "transcript.text.done", "text": event.text, "usage": _usage(event)})
+            more = {**_logprobs(request, event.segments), "usage": _usage(event)}
+            yield sse_event({"type": "transcript.text.done", "text": event.text, **more})
+
+
+def _logprobs(request: SpeechRequest, segments: Iterable[Segment]) -> dict[str, Any]:
+    """The log-probabilities of the text's tokens, without timestamps, if the request wants them."""
+    llm = request.service.llm
+    if not request.settings.logprobs or llm.speech is None:
+        return {}
+    tokenizer, end = llm.opened.tokenizer, llm.speech[1].end
+    pairs = [pair for one in segments for pair in zip(one.tokens, one.logprobs or (), strict=True)]
+    return {"logprobs": [token_logprob(tokenizer, token, logprob) for token, logprob in pairs if token < end]}
 
 
 def _check(body: TranscriptionForm, form: MultipartForm, models: Models) -> None:
@@ -211,6 +225,12 @@ def _check(body: TranscriptionForm, form: MultipartForm, models: Models) -> None
         raise ApiError(400, why, param="response_format", code="unsupported")
     if body.chunking_strategy is not None and body.vad is False:
         raise bad("chunking_strategy cuts in silences, and vad is false; leave one of them out", "chunking_strategy")
+    if body.chunking_strategy is not None and body.long == "sequential":
+        raise bad("chunking_strategy cuts in silences, and long is sequential; leave one of them out", "long")
+    if body.include and body.response_format != WITH_LOGPROBS:
+        raise bad(f"include: log-probabilities go with response_format json, not {body.response_format}", "include")
+    if body.include and (body.beams or 1) > 1:
+        raise bad("include: beam search has no log-probabilities of tokens; leave beams or include out", "include")
     if body.stream and body.response_format not in STREAMED:
         raise bad(f"response_format: a stream has the format json or text, not {body.response_format}", "response_format")
     if body.timestamp_granularities and body.response_format != "verbose_json":
@@ -225,8 +245,7 @@ def _settings(body: TranscriptionForm, task: str, service: Service) -> SpeechSet
     given: dict[str, Any] = {"temperatures": (body.temperature,)} if body.temperature else {}
     given |= {"languages": tuple(body.languages or ()), "hotwords": " ".join(body.keywords or ()), "vad": body.vad is not False}
     given |= {"multilingual": bool(body.multilingual), "beams": body.beams or 1}
-    if body.chunking_strategy is not None:
-        given["long"] = "chunked"
+    given |= {"long": body.long or ("sequential" if body.vad is False else "chunked"), "logprobs": bool(body.include)}
     if isinstance(body.chunking_strategy, ServerVad):
         given["bounds"] = body.chunking_strategy.bounds
     given["words"] = "word" in (body.timestamp_granularities or ())
@@ -251,15 +270,15 @@ async def _is_cut(service: Service, prompt: str) -> bool:
     return len(ids) > most
 
 
-def _written(transcript: Transcript, form: str, task: str, wanted: Sequence[str]) -> Response:
-    """The complete answer. wanted: segments and words of verbose_json."""
+def _written(transcript: Transcript, form: str, task: str, wanted: Sequence[str], logprobs: dict[str, Any]) -> Response:
+    """The complete answer. wanted: segments and words of verbose_json. logprobs: more fields of json."""
     if form == "text":
         return _text(transcript.text + "\n")
     if form in TEXT_FORMATS:
         return _text(FORMATS[TEXT_FORMATS[form]](transcript))
     usage = {"type": "duration", "seconds": round(transcript.duration, 3)}
     if form == "json":
-        return as_response({"text": transcript.text, "usage": usage})
+        return as_response({"text": transcript.text, **logprobs, "usage": usage})
     parts: dict[str, Any] = {}
     if "segment" in wanted:
         parts["segments"] = [_segment(one) for one in transcript.segments]

@@ -28,8 +28,8 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob | None], 
 
 def _entry(tokenizer: Tokenizer, entry: TokenLogprob, top: int) -> dict[str, Any]:
     best = zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
-    own = _token(tokenizer, entry.token, entry.logprob)
-    return {**own, "top_logprobs": [_token(tokenizer, token, value) for token, value in best]}
+    own = token_logprob(tokenizer, entry.token, entry.logprob)
+    return {**own, "top_logprobs": [token_logprob(tokenizer, token, value) for token, value in best]}
 
 
 def token_exits(tokenizer: Tokenizer, exits: Iterable[Exited]) -> list[TokenExit]:
@@ -39,7 +39,8 @@ def token_exits(tokenizer: Tokenizer, exits: Iterable[Exited]) -> list[TokenExit
     ]
 
 
-def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+def token_logprob(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    """Text, log-probability and bytes of a token."""
     data = tokenizer.token_bytes(token)
     return {"token": _text(data), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
 

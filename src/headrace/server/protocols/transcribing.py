@@ -164,16 +164,21 @@ class SpeechRequest:
             [window.prompt], params, salt=self.salt, deadline=seconds, begun=begun, source=window.source, align=window.align
         )
         written: dict[int, list[int]] = {}
-        sums: dict[int, float] = {}
+        logprobs: dict[int, list[float]] = {}
+        scores: dict[int, float] = {}  # of beam search
         try:
             async for _, delta in stream_deltas(inflight):
                 written.setdefault(delta.index, []).extend(delta.token_ids)
-                sums[delta.index] = sums.get(delta.index, 0.0) + sum(entry.logprob for entry in delta.logprobs)
+                logprobs.setdefault(delta.index, []).extend(entry.logprob for entry in delta.logprobs)
+                if delta.cumulative_logprob is not None:
+                    scores[delta.index] = delta.cumulative_logprob
         except DeadlineError:
             raise late from None
         finally:
             llm.abort(inflight)
-        return WindowOutput([(written[index], sums[index]) for index in sorted(written)], inflight[0].pooled)
+        order = sorted(written)
+        choices = [(written[index], scores.get(index, sum(logprobs[index]))) for index in order]
+        return WindowOutput(choices, [logprobs[index] for index in order], inflight[0].pooled)
 
 
 def _next_events(running: Running, output: WindowOutput | None) -> list[Any]:
