@@ -107,6 +107,5 @@ def short_table(head: str = "machine, model", runs: list[Run] | None = None) -> 
     lines = [f"| {head} | {' | '.join(CELLS)} |", "|---" * (len(CELLS) + 1) + "|"]
     for run in read() if runs is None else runs:
         ratios = [f"{run['cells'][name]['ratio']:.2f}" if name in run["cells"] else "–" for name in CELLS]
-        dates = sorted({figures["date"] for figures in run["cells"].values()})
-        lines.append(f"| {_machine(run)}, {_model(run).split('-Instruct')[0]}, {dates[-1]} | {' | '.join(ratios)} |")
+        lines.append(f"| {_machine(run)}, {_model(run).split('-Instruct')[0]} | {' | '.join(ratios)} |")
     return "\n".join(lines)

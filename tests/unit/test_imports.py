@@ -163,7 +163,7 @@ SUFFIXES = {".py", ".cpp", ".h", ".inl"}
 MAX_FUNCTION = 60
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 # Packages of the C++ core from top to bottom: a file includes its own package and those after it.
-CORE = "bind program ranks kernels attention pack linear sample vec system".split()
+CORE = "bind program ranks kernels attention pack linear low_rank sample vec system".split()
 INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 
 
