@@ -1,6 +1,5 @@
 // Low-rank kernels of one instruction set.
 #include "low_rank/kernels.h"
-
 #include "vec/vec.h"
 
 namespace headrace::HEADRACE_ISA {
@@ -26,7 +25,8 @@ static void dots(float* low, const uint16_t* down, const float* x, int width) {
         for (int v = 0; v < kVectors; ++v) {
             const int at = i + v * kLanes;
             const F32v factor = load_f32(x + at);
-            for (int r = 0; r < kRows; ++r) sums[r][v] = sums[r][v] + load_bf16(down + int64_t{r} * width + at) * factor;
+            for (int r = 0; r < kRows; ++r)
+                sums[r][v] = sums[r][v] + load_bf16(down + int64_t{r} * width + at) * factor;
         }
     }
     for (int r = 0; r < kRows; ++r) {

@@ -99,7 +99,8 @@ uint64_t low_rank(const Input& in, Isa isa) {
         return found;
     };
     const std::vector<uint16_t> down = bfloat16(kRank * kColumns), up = bfloat16(kRank * kOut);
-    std::vector<float> x(in.x.begin(), in.x.begin() + kColumns), low(kRank), out(in.weight.begin(), in.weight.begin() + kOut);
+    std::vector<float> x(in.x.begin(), in.x.begin() + kColumns), low(kRank),
+        out(in.weight.begin(), in.weight.begin() + kOut);
     for (float& value : x) value /= 3.0f;  // so that sums are rounded
     kernels_for(isa).low_rank->down(low.data(), down.data(), x.data(), kColumns, kRank);
     kernels_for(isa).low_rank->up(out.data(), up.data(), kOut, low.data(), kRank, kOut);
