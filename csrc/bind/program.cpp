@@ -5,12 +5,15 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -106,21 +109,27 @@ void add_embed(Program& program, const BoundTensor& table, int out, float scale,
                  0, name});
 }
 
-// One (down, up) or None for each adapter, by number.
+// A part's first column and width, and one (down, up) or None for each adapter, by number.
 using LowRankArrays = std::pair<Bfloats, Bfloats>;
+using AdaptedArrays = std::tuple<int, int, std::vector<std::optional<LowRankArrays>>>;
 
 void add_adapter(Program& program, At in, int in_width, At out, int out_width, int low,
-                 const std::vector<std::optional<LowRankArrays>>& adapters, uint8_t sublayer, const std::string& name,
-                 bool fills) {
+                 const std::vector<AdaptedArrays>& parts, uint8_t sublayer, const std::string& name, bool fills) {
     AdapterPhase phase{{}, place(in), place(out), in_width, out_width, low};
-    for (const auto& each : adapters) {
-        LowRank& adapter = phase.adapters.emplace_back();
-        if (!each) continue;
-        const auto& [down, up] = *each;
-        require(down.shape(0) == up.shape(0), "down and up are [rank, in] and [rank, out]");
-        adapter.rank = static_cast<int>(down.shape(0));
-        adapter.down.assign(down.data(), down.data() + down.size());
-        adapter.up.assign(up.data(), up.data() + up.size());
+    int ranks = 0;
+    for (const auto& [column, width, adapters] : parts) {
+        AdaptedPart& part = phase.parts.emplace_back(AdaptedPart{column, width, {}, ranks});
+        for (const auto& each : adapters) {
+            LowRank& adapter = part.adapters.emplace_back();
+            if (!each) continue;
+            const auto& [down, up] = *each;
+            require(down.shape(0) == up.shape(0), "down and up are [rank, in] and [rank, out]");
+            adapter.rank = static_cast<int>(down.shape(0));
+            adapter.down.assign(down.data(), down.data() + down.size());
+            adapter.up.assign(up.data(), up.data() + up.size());
+            part.rank = std::max(part.rank, adapter.rank);
+        }
+        ranks += part.rank;
     }
     program.add({std::move(phase), sublayer, name, fills});
 }
@@ -222,12 +231,11 @@ void bind_building(nb::class_<Program>& c) {
              "separator"_a = -1, "name"_a = "",
              "sinusoids: a rope whose sines and then cosines of the position are added, or -1. borders: ids between "
              "which each rank has the rows of the table. second: replaces offset after a text's first separator.")
-        .def("adapter", &add_adapter, "source"_a, "width"_a, "out"_a, "out_width"_a, "low"_a, "adapters"_a,
+        .def("adapter", &add_adapter, "source"_a, "width"_a, "out"_a, "out_width"_a, "low"_a, "parts"_a,
              "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
-             "out += up (down x) for rows of sequences with an adapter. adapters: by number, (down [rank, in], up "
-             "[rank, "
-             "out]) "
-             "as the bits of bfloat16, or None. low: a float buffer as wide as the largest rank.")
+             "out += up (down x) for rows of sequences with an adapter. parts: (column, width, adapters) of each part "
+             "of the output, adapters by number: (down [rank, in], up [rank, width]) as the bits of bfloat16, or None. "
+             "low: a float buffer as wide as the largest rank of each part together.")
         .def(
             "norm",
             [](Program& self, At in, At out, int width, const NormWeights& norm, uint8_t sublayer,

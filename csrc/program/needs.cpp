@@ -194,12 +194,19 @@ struct NeedsOf {
         require(segment == SegmentKind::kLayer && !shape.ranks,
                 "adapters belong to the layers of a model without ranks");
         const int most = shape.buffer(work.low).width();
-        for (const LowRank& adapter : work.adapters) {
-            const auto rank = static_cast<size_t>(adapter.rank);
-            require(adapter.rank >= 0 && adapter.rank <= most &&
-                        adapter.down.size() == rank * static_cast<size_t>(work.in_width) &&
-                        adapter.up.size() == rank * static_cast<size_t>(work.out_width),
-                    "an adapter's matrices are as wide as its layer, and their rank fits their buffer");
+        require(!work.parts.empty(), "a phase of adapters changes a part of the layer's output");
+        for (const AdaptedPart& part : work.parts) {
+            require(part.column >= 0 && part.width > 0 && part.column + part.width <= work.out_width,
+                    "a part lies inside the layer's output");
+            require(part.low >= 0 && part.rank > 0 && part.low + part.rank <= most,
+                    "the ranks of all parts fit their buffer");
+            for (const LowRank& adapter : part.adapters) {
+                const auto rank = static_cast<size_t>(adapter.rank);
+                require(adapter.rank >= 0 && adapter.rank <= part.rank &&
+                            adapter.down.size() == rank * static_cast<size_t>(work.in_width) &&
+                            adapter.up.size() == rank * static_cast<size_t>(part.width),
+                        "an adapter's matrices are as wide as its layer, and no rank is above the largest");
+            }
         }
         return {reads(work.in, work.in_width), reads(work.out, work.out_width), writes({work.low, 0}, most),
                 writes(work.out, work.out_width, true)};

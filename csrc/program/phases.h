@@ -160,10 +160,17 @@ struct LowRank {
     int rank = 0;                // 0: the adapter leaves this layer unchanged
 };
 
-// out += up * (down * in) for the rows with an adapter (StepRows::adapters); other rows are not touched. `low` is the
-// buffer of down * in. Sums have one order, whatever the other rows are.
-struct AdapterPhase {
+// Columns of a linear layer's output that adapters change, such as q, k or v.
+struct AdaptedPart {
+    int column, width;
     std::vector<LowRank> adapters;  // that of number n is adapters[n - 1]
+    int low = 0, rank = 0;          // first column of down * in in the buffer; the largest rank of the adapters
+};
+
+// out += up * (down * in) in each part, for the rows with an adapter (StepRows::adapters); other rows are not touched.
+// `low` is the buffer of down * in, the parts side by side. Sums have one order, whatever the other rows are.
+struct AdapterPhase {
+    std::vector<AdaptedPart> parts;
     Place in, out;
     int in_width, out_width;
     int low;

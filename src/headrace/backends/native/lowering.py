@@ -233,18 +233,21 @@ class Lowering:
             self.program.linear(part.linear, source, kind, at, **self._mark(index, name))
 
     def _adapt(self, index: int, node: Node, out: Floats) -> None:
-        """Add the phases of the adapters of a linear layer, one for each part that an adapter has."""
-        layer, x, first = node.settings["w"], self.values.rows(node.inputs["x"]), 0
+        """Add one phase for the adapters of a linear layer, with the parts that an adapter has."""
+        layer, x = node.settings["w"], self.values.rows(node.inputs["x"])
         each = [adapter.layers.get(self.weights.path(layer), {}) for adapter in self.adapters]
+        parts, column, ranks = [], 0, 0
         for name, width in layer.parts:
-            parts = [adapter.get(name) for adapter in each]
-            if rank := max((part.rank for part in parts if part is not None), default=0):
-                low = self.buffers.take("float", rank)
-                bits = [part and (bfloat16_bits(part.down), bfloat16_bits(part.up)) for part in parts]
-                at = (out.buffer, out.column + first)
-                self.program.adapter(x.at, x.width, at, width, low, bits, **self._mark(index, "adapter"))
-                self.buffers.give(low)
-            first += width
+            pairs = [adapter.get(name) for adapter in each]
+            if rank := max((pair.rank for pair in pairs if pair is not None), default=0):
+                bits = [pair and (bfloat16_bits(pair.down), bfloat16_bits(pair.up)) for pair in pairs]
+                parts.append((column, width, bits))
+                ranks += rank
+            column += width
+        if parts:
+            low = self.buffers.take("float", ranks)
+            self.program.adapter(x.at, x.width, out.at, layer.n_out, low, parts, **self._mark(index, "adapter"))
+            self.buffers.give(low)
 
     def _gated(self, index: int, node: Node) -> bool:
         """linear_act_mul, where it can be: returns whether it was."""
