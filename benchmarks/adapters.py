@@ -1,9 +1,10 @@
-"""Time of decoding with adapters (LoRA) of random weights, relative to the same model without them.
+"""Time of decoding with adapters (LoRA) of random weights, relative to the same model opened without adapters.
 
 usage: python -m benchmarks.adapters FILE.gguf [--rank 16] [--targets all] [--new 32] [--rounds 9] [--threads 2]
 
-Cells: one sequence with an adapter, eight sequences with one adapter, eight sequences with an adapter each. Plain runs and
-runs with adapters alternate in one process. Prints the median ratio of the rounds and its quartiles.
+Cells: one and eight sequences without an adapter, one sequence with an adapter, eight sequences with one adapter, eight
+sequences with an adapter each. A model opened without adapters and one opened with eight take turns in one process. Prints
+the median ratio of the rounds and its quartiles.
 """
 
 import argparse
@@ -71,20 +72,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         for seed, name in enumerate(names):
             write_adapter(Path(place) / name, config, given.rank, TARGETS[given.targets], seed)
         adapters = ",".join(f"{name}={Path(place) / name}" for name in names)
-        settings = {"threads": given.threads, "max_model_len": 256, "max_num_seqs": COUNT}
-        with LLM(given.file, adapter=adapters, speculate=None, enable_prefix_caching=False, **settings) as llm:
-            for label, used in (
-                ("1 sequence, 1 adapter", names[:1]),
-                ("8 sequences, 1 adapter", names[:1] * COUNT),
-                ("8 sequences, 8 adapters", names),
-            ):
-                plain = [None] * len(used)
+        settings = {"threads": given.threads, "max_model_len": 256, "max_num_seqs": COUNT, "speculate": None}
+        settings |= {"enable_prefix_caching": False}
+        with LLM(given.file, **settings) as plain, LLM(given.file, adapter=adapters, **settings) as adapted:
+            for label, used in cells(names):
                 ratios = []
                 for _ in range(given.rounds + 1):
-                    without = seconds(llm, plain, given.new)
-                    ratios.append(seconds(llm, used, given.new) / without)
+                    without = seconds(plain, [None] * len(used), given.new)
+                    ratios.append(seconds(adapted, used, given.new) / without)
                 low, middle, high = quantiles(ratios[1:], n=4)
                 print(f"{label}: {middle:.3f} of plain ({low:.3f}..{high:.3f})", flush=True)
+
+
+def cells(names: Sequence[str]) -> list[tuple[str, list[str | None]]]:
+    """Label and each sequence's adapter of what is measured."""
+    return [
+        ("1 sequence, base rows", [None]),
+        ("8 sequences, base rows", [None] * COUNT),
+        ("1 sequence, 1 adapter", [names[0]]),
+        ("8 sequences, 1 adapter", [names[0]] * COUNT),
+        ("8 sequences, 8 adapters", list(names)),
+    ]
 
 
 if __name__ == "__main__":

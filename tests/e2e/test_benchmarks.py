@@ -147,5 +147,6 @@ def test_adapters_run_on_a_tiny_model(tiny_gguf: Path, capsys: pytest.CaptureFix
     adapters.main([str(tiny_gguf), "--rank", "2", "--new", "2", "--rounds", "2", "--threads", "1", "--targets", "attention"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
-        "1 sequence, 1 adapter", "8 sequences, 1 adapter", "8 sequences, 8 adapters"
+        "1 sequence, base rows", "8 sequences, base rows",
+        "1 sequence, 1 adapter", "8 sequences, 1 adapter", "8 sequences, 8 adapters",
     ]  # fmt: skip
