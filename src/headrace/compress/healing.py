@@ -38,7 +38,7 @@ class HealReport:
 
 
 class Healer(Protocol):
-    """Trainer of cut models (training.healing)."""
+    """Trainer of cut models (training.distil.Healing)."""
 
     def heal(
         self, original: Opened, cut: Opened, texts: Texts, how: Heal, folder: Path, progress: Progress

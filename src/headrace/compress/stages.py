@@ -112,7 +112,7 @@ def heal_model(
     Raises ValueError if there is no healer, and as the healer, its texts and WorkFolder do.
     """
     if healer is None:
-        raise ValueError("the method heal needs a trainer: pass healer=Healing() of training.healing")
+        raise ValueError("the method heal needs a trainer: pass healer=Healing() of training.distil")
     texts, file, folder = (
         heal_texts(original, source, how, work, judged, progress),
         work.folder / "healed.gguf",

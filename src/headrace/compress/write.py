@@ -67,7 +67,7 @@ def compress(
 
     One matrix is in memory at a time, or one layer if the pipeline reads texts. Then the folder OUT.work keeps finished layers,
     so that the same call continues a stopped run, and OUT.report.json gets the report.
-    healer: trains the model for the method heal (training.healing.Healing).
+    healer: trains the model for the method heal (training.distil.Healing).
     Raises ValueError (WeightError, TokenizerError) before anything is written, also if another process writes OUT;
     and OSError.
     """
