@@ -1,7 +1,8 @@
 """How often a calibrated threshold of early exits loses more than delta on prompts that did not choose it.
 
 Answers of all prompts are written once with each threshold. Each redraw calibrates on some of the prompts and judges the
-chosen threshold on the others; the control takes the lowest threshold with a small mean loss.
+chosen threshold on the others; the control takes the lowest threshold with a small mean loss. A redraw that can show no
+threshold chooses none and loses nothing, so the share of redraws that chose one is printed first.
 
     python -m benchmarks.exit_guarantee smollm2-135m exits prompts.jsonl --exit-layers all --prompts 400 -n 200
 """
@@ -12,12 +13,22 @@ from pathlib import Path
 import numpy as np
 
 from headrace.llm import LLM
-from headrace.stats.calibration import redraw
+from headrace.stats.calibration import Redraws, minimum_n, redraw
 from headrace.training.early_exit_calibration import CalibrationConfig, measure_losses
 from headrace.training.heads import prompt_tokens
 from headrace.workflows.prompts import read_prompts, read_references
 
 GRID = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+
+EPSILON, REDRAWS = 0.05, 500
+
+
+def summary(found: Redraws, n: int, delta: float) -> str:
+    """One line: how many redraws chose a threshold, and how many were above delta, next to the control."""
+    line = f"delta {delta:g}: {found.chosen:.3f} of {REDRAWS} redraws chose a threshold"
+    if n < (needed := minimum_n(delta, EPSILON)):
+        line += f" ({n} prompts are fewer than the {needed} that can show one: no test of the guarantee)"
+    return f"{line}, {found.tested:.3f} above, naive {found.naive:.3f}, mean loss {found.risk:.4f}"
 
 
 def main() -> None:
@@ -55,8 +66,8 @@ def main() -> None:
             if losses[threshold].mean() > max(args.delta) + 4 * error:
                 break
     for delta in args.delta:
-        found = redraw(losses, args.n, delta=delta)
-        print(f"delta {delta:g}: {found.tested:.3f} of 500 redraws above, naive {found.naive:.3f}, mean loss {found.risk:.4f}")
+        found = redraw(losses, args.n, delta=delta, epsilon=EPSILON, redraws=REDRAWS)
+        print(summary(found, args.n, delta))
 
 
 if __name__ == "__main__":

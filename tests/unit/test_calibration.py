@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks.exit_guarantee import summary
 from headrace.stats.calibration import Calibration, calibrate, minimum_n, p_value, redraw
 
 GRID = tuple(1 - 0.05 * i for i in range(21))
@@ -135,4 +136,17 @@ def test_a_redraw_is_judged_on_other_inputs() -> None:
     assert found.naive > 0.15
     assert 0 < found.risk < 0.1
     same = redraw({threshold: np.zeros(50) for threshold in GRID}, 40, delta=0.1)
-    assert (same.tested, same.naive, same.risk) == (0, 0, 0)
+    assert (same.tested, same.naive, same.risk, same.chosen) == (0, 0, 0, 1)
+
+
+def test_redraws_that_choose_no_threshold_are_counted() -> None:
+    """40 inputs show no threshold at delta 0.05, so no redraw is above it, whatever is lost; with 60 and few losses a part of
+    the redraws chooses one."""
+    harmful = {0.9: np.array([0.0] * 58 + [1.0, 1.0]), 0.5: np.ones(60)}
+    few = redraw(harmful, 40, delta=0.05)
+    assert (few.chosen, few.tested) == (0, 0)
+    assert "0.000 of 500 redraws chose a threshold (40 prompts are fewer than the 59" in summary(few, 40, 0.05)
+    some = redraw({0.9: np.array([0.0] * 119 + [1.0])}, 60, delta=0.05)
+    assert 0.4 < some.chosen < 0.6, "the one loss is among the 60 in half of the redraws"
+    assert "fewer than" not in summary(some, 60, 0.05)
+    assert redraw({0.9: np.zeros(120)}, 60, delta=0.05).chosen == 1

@@ -109,12 +109,14 @@ class Redraws:
     """Shares of redraws whose chosen threshold loses more than `delta` on inputs that did not choose it.
 
     tested: thresholds of `calibrate`. naive: the lowest threshold whose mean loss on the calibration inputs is at most `delta`,
-    up to the first that is above. risk: mean loss of the tested thresholds on the other inputs.
+    up to the first that is above. risk: mean loss of the tested thresholds on the other inputs; 0 for a redraw without one.
+    chosen: share of redraws in which `calibrate` chose a threshold; if 0, `tested` is 0 by construction.
     """
 
     tested: float
     naive: float
     risk: float
+    chosen: float
 
 
 def redraw(
@@ -126,17 +128,18 @@ def redraw(
     of few other inputs scatters around the risk, which adds violations to both counts.
     """
     rng, count = np.random.default_rng(seed), len(next(iter(losses.values())))
-    tested = naive = 0
+    tested = naive = chosen = 0
     risks = []
     for _ in range(redraws):
         order = rng.permutation(count)
-        chosen, fresh = order[:n], order[n:]
-        found = calibrate(lambda at: losses[at][chosen], [*losses], delta=delta, epsilon=epsilon)  # noqa: B023
-        low = list(takewhile(lambda at: losses[at][chosen].mean() <= delta, losses))  # noqa: B023
+        drawn, fresh = order[:n], order[n:]
+        found = calibrate(lambda at: losses[at][drawn], [*losses], delta=delta, epsilon=epsilon)  # noqa: B023
+        low = list(takewhile(lambda at: losses[at][drawn].mean() <= delta, losses))  # noqa: B023
         risks.append(0.0 if found.threshold is None else float(losses[found.threshold][fresh].mean()))
+        chosen += found.threshold is not None
         tested += risks[-1] > delta
         naive += bool(low) and losses[low[-1]][fresh].mean() > delta
-    return Redraws(tested / redraws, naive / redraws, float(np.mean(risks)))
+    return Redraws(tested / redraws, naive / redraws, float(np.mean(risks)), chosen / redraws)
 
 
 def calibration_error(confidences: ArrayLike, correct: ArrayLike, bins: int) -> float:
