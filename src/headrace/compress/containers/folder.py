@@ -171,6 +171,9 @@ class FolderPlan(CompressionPlan):
     def _write_settings(self, folder: Path) -> None:
         """Write config.json, tokenizer and template. Raises WeightError if the tokenizer read back differs."""
         floats = [name.removesuffix(".weight") for name in self.formats if self._is_matrix(name) and name not in self.layouts]
+        if self.original.config.encoder:
+            # Headrace reads no pooler, so OUT has none. Other readers must not expect it in integers.
+            floats.append("pooler.dense")
         by_name = self.pipeline.head is not None or self.pipeline.budget is not None
         quantization = settings_of_layouts(self.layouts, floats, by_name)
         write_words(self.original, folder)
