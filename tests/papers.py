@@ -27,7 +27,9 @@ def section(row: dict[str, Any]) -> Iterator[str]:
     link = f"[arXiv {row['arxiv']}](https://arxiv.org/abs/{row['arxiv']})" if "arxiv" in row else f"[source]({row['url']})"
     entries = [f"Paper: {row['claim']} ({link})."]
     if row["ours"]:
-        entries.append(f"Here: **{row['ours']}** ({row['setup']}; [log]({LOG}), {row['section'].split(':')[0]}).")
+        entries.append(
+            f"Here: **{row['ours']}** ({row['setup']}; {row['machine']}; [log]({LOG}), {row['section'].split(':')[0]})."
+        )
     else:
         entries.append(f"Here: **not measured** ([log]({LOG}), {row['section'].split(':')[0]}: what was tried).")
     entries.append(f"{row['why']} [Method](methods/{row['page']}.md).")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.pages import DOCS, generated, stale, written
-from tests.papers import papers
+from tests.papers import papers, text
 
 LOG = (DOCS / "log" / "2026-11.md").read_text("utf-8")
 METHODS = (
@@ -61,6 +61,36 @@ def test_figures_of_trainings_say_how_many_seeds() -> None:
     assert [row["id"] for row in papers() if lacks_seeds(row)] == []
     row = next(row for row in papers() if row["id"] == "GQA")
     assert lacks_seeds(row | {"ours": row["ours"].replace("; one seed", "")}), "control"
+
+
+CPU = re.compile(r"Zen \d|Xeon")
+NO_CPU = ("CPU not recorded", "no machine counts")
+
+
+def machine_faults(row: dict[str, Any]) -> list[str]:
+    """A machine that is missing, or a CPU that the row's sections of the log do not name."""
+    if not row["ours"]:
+        return []
+    named, logged = CPU.findall(row["machine"]), section(row["section"]) + section(row.get("also", [""])[0])
+    found = [f"{cpu} is not in the log" for cpu in named if cpu not in logged]
+    return found if named or any(words in row["machine"] for words in NO_CPU) else ["no machine"]
+
+
+def test_each_row_names_its_machine() -> None:
+    assert {row["id"]: faults for row in papers() if (faults := machine_faults(row))} == {}
+    row = next(row for row in papers() if row["id"] == "GPTQ")
+    assert machine_faults(row | {"machine": "two cores"}) == ["no machine"]
+    assert machine_faults(row | {"machine": "two Zen 4 cores"}) == ["Zen 4 is not in the log"]
+    assert row["machine"] in text(), "the page has it"
+
+
+SPREAD = re.compile(r"±|\d to \d|quartiles|\b(one|two|three) (seed|split|run|trace)s?\b")
+
+
+def test_each_figure_has_an_interval_or_says_of_how_many_runs_it_is() -> None:
+    assert [row["id"] for row in papers() if row["ours"] and not SPREAD.search(row["ours"])] == []
+    row = next(row for row in papers() if row["id"] == "lookahead")
+    assert not SPREAD.search(row["ours"].replace("; one run", "")), "control"
 
 
 def test_a_changed_figure_is_found() -> None:
