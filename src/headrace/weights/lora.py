@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace.weights.bits import bfloat16_bits
+
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
@@ -23,6 +25,10 @@ class LowRank:
     @property
     def rank(self) -> int:
         return len(self.down)
+
+    def bits(self) -> tuple[np.ndarray, np.ndarray]:
+        """down [rank, in] and up [rank, out] as the bits of bfloat16, uint16."""
+        return bfloat16_bits(self.down), bfloat16_bits(self.up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,25 @@ class Adapter:
     def bytes(self) -> int:
         """Bytes of its matrices in bfloat16."""
         return sum(2 * (part.down.size + part.up.size) for parts in self.layers.values() for part in parts.values())
+
+
+def adapted_parts(
+    adapters: Sequence[Adapter], path: str, parts: Sequence[tuple[str, int]]
+) -> tuple[list[tuple[int, int, list[tuple[np.ndarray, np.ndarray] | None]]], int]:
+    """Parts of a linear layer's output that adapters change, and the sum of their largest ranks.
+
+    parts: name and width of the parts, in the order of the output's columns. Each part is (first column, width, matrices), with
+    down [rank, in] and up [rank, width] as the bits of bfloat16 for each adapter, or None.
+    """
+    layers = [adapter.layers.get(path, {}) for adapter in adapters]
+    found, column, ranks = [], 0, 0
+    for name, width in parts:
+        pairs = [layer.get(name) for layer in layers]
+        if rank := max((pair.rank for pair in pairs if pair is not None), default=0):
+            found.append((column, width, [None if pair is None else pair.bits() for pair in pairs]))
+            ranks += rank
+        column += width
+    return found, ranks
 
 
 def numbers_of(adapters: Sequence[Adapter]) -> dict[str, int]:

@@ -31,7 +31,7 @@ from headrace.runner.centring import k_shift
 from headrace.runner.last_use import ValueUses, leading_to_kv, stores_kv
 from headrace.runner.record import Node, RecordError, Recording, Segment
 from headrace.weights.bits import bfloat16_bits
-from headrace.weights.lora import Adapter
+from headrace.weights.lora import Adapter, adapted_parts
 
 FUSIONS = frozenset({"norm_linear", "linear_act_mul", "attention_linear", "linear_residual"})
 # Activations that the phase of a gated linear layer applies.
@@ -235,16 +235,8 @@ class Lowering:
     def _adapt(self, index: int, node: Node, out: Floats) -> None:
         """Add one phase for the adapters of a linear layer, with the parts that an adapter has."""
         layer, x = node.settings["w"], self.values.rows(node.inputs["x"])
-        each = [adapter.layers.get(self.weights.path(layer), {}) for adapter in self.adapters]
-        parts, column, ranks = [], 0, 0
-        for name, width in layer.parts:
-            pairs = [adapter.get(name) for adapter in each]
-            if rank := max((pair.rank for pair in pairs if pair is not None), default=0):
-                bits = [pair and (bfloat16_bits(pair.down), bfloat16_bits(pair.up)) for pair in pairs]
-                parts.append((column, width, bits))
-                ranks += rank
-            column += width
-        if parts:
+        parts, ranks = adapted_parts(self.adapters, self.weights.path(layer), layer.parts)
+        if ranks:
             low = self.buffers.take("float", ranks)
             self.program.adapter(x.at, x.width, out.at, layer.n_out, low, parts, **self._mark(index, "adapter"))
             self.buffers.give(low)
