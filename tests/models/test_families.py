@@ -73,7 +73,8 @@ def test_logits_equal_transformers_and_export_is_the_inverse(name: str, tmp_path
 
 
 # Numbers of Llama's block, which families with other tensors alone have too.
-LLAMA: dict[str, Any] = {"rope_parameters.rope_theta": 100.0, "rms_norm_eps": 0.05, "tie_word_embeddings": True}
+SHARED: dict[str, Any] = {"rope_parameters.rope_theta": 100.0, "rms_norm_eps": 0.05}
+LLAMA: dict[str, Any] = {**SHARED, "tie_word_embeddings": True}
 GGUF_LLAMA: dict[str, Any] = {"rope.freq_base": 100.0, "attention.layer_norm_rms_epsilon": 0.05}
 # A number of a family, and its value for models without it. `full_attention.factor` is inside of rope_parameters.
 NEUTRAL: dict[str, dict[str, Any]] = {
@@ -83,22 +84,24 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "rope_parameters.partial_rotary_factor": 1.0,
     },
     "granite": {**dict.fromkeys(GRANITE, 1.0), "attention_multiplier": 0.25},
-    "smollm3": {"no_rope_layers": [1] * 5},
+    "granite-biases": {"attention_bias": False},
+    "smollm3": {**SHARED, "no_rope_layers": [1] * 5},
     "smollm3-window": {"use_sliding_window": False},
-    "phi3-window": {"sliding_window": None, "rope_parameters.partial_rotary_factor": 1.0},
+    "phi3-window": {**SHARED, "sliding_window": None, "rope_parameters.partial_rotary_factor": 1.0},
     "phi3-longrope": {
         "rope_parameters.short_factor": [1.0] * 6,
         "rope_parameters.rope_type": "default",
     },
     "gemma2": {
+        **SHARED,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "query_pre_attn_scalar": 16,
         "layer_types": ["full_attention"] * 5,
     },
-    "exaone4": {"layer_types": ["sliding_attention"] * 5, "sliding_window": None},
+    "exaone4": {**SHARED, "layer_types": ["sliding_attention"] * 5, "sliding_window": None},
     "exaone4-full": {"rope_parameters.rope_type": "default"},
-    "glm4": {"rope_parameters.partial_rotary_factor": 1.0},
+    "glm4": {**SHARED, "attention_bias": False, "rope_parameters.partial_rotary_factor": 1.0},
     "arcee-yarn": {
         "rope_parameters.rope_type": "default",
         "rope_parameters.factor": 1.0,
@@ -108,7 +111,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "rope_parameters.attention_factor": 1.0,
         "rope_parameters.original_max_position_embeddings": 256,
     },
-    "ministral3": {"rope_parameters.llama_4_scaling_beta": 0.0, "rope_parameters.mscale_all_dim": 1.0},
+    "ministral3": {**SHARED, "rope_parameters.llama_4_scaling_beta": 0.0, "rope_parameters.mscale_all_dim": 1.0},
     "olmo2": LLAMA,
     "olmo3": {"layer_types": ["full_attention"] * 5},
     "olmo3-yarn": {"rope_parameters.full_attention.rope_type": "default"},
@@ -124,16 +127,19 @@ NEUTRAL: dict[str, dict[str, Any]] = {
 # The same of GGUF metadata, without the architecture.
 GGUF_NEUTRAL: dict[str, dict[str, Any]] = {
     "granite": {"embedding_scale": 1.0, "attention.scale": 0.25, "residual_scale": 1.0, "logit_scale": 1.0},
-    "phi3-window": {"attention.sliding_window": 0, "rope.dimension_count": 16},
+    "smollm3": GGUF_LLAMA,
+    "falcon3": {"rope.freq_base": 100.0},
+    "phi3-window": {**GGUF_LLAMA, "attention.sliding_window": 0, "rope.dimension_count": 16},
     "phi3-longrope": {"rope.scaling.attn_factor": 1.5},
     "gemma2": {
+        **GGUF_LLAMA,
         "attn_logit_softcapping": 0.0,
         "final_logit_softcapping": 0.0,
         "attention.sliding_window": 0,
         "attention.sliding_window_pattern": 3,
     },
-    "exaone4": {"attention.sliding_window": 0, "attention.sliding_window_pattern": 3},
-    "glm4": {"rope.dimension_count": 32},
+    "exaone4": {**GGUF_LLAMA, "attention.sliding_window": 0, "attention.sliding_window_pattern": 3},
+    "glm4": {**GGUF_LLAMA, "rope.dimension_count": 32},
     "arcee-yarn": {
         "rope.scaling.type": "none",
         "rope.scaling.factor": 1.0,
@@ -143,7 +149,7 @@ GGUF_NEUTRAL: dict[str, dict[str, Any]] = {
         "rope.scaling.attn_factor": 1.5,
         "rope.scaling.yarn_log_multiplier": 1.0,
     },
-    "ministral3": {"attention.temperature_scale": 0.0, "rope.scaling.yarn_log_multiplier": 1.0},
+    "ministral3": {**GGUF_LLAMA, "attention.temperature_scale": 0.0, "rope.scaling.yarn_log_multiplier": 1.0},
     "olmo2": GGUF_LLAMA,
     "olmo3": {"attention.sliding_window": 0, "attention.sliding_window_pattern": 3},
     "olmo3-yarn": {"rope.scaling.type": "none", "rope.scaling.attn_factor": 1.5},
@@ -241,8 +247,8 @@ def test_the_native_program_takes_the_divisors_of_its_context() -> None:
         assert rope.divisors == tuple(source.config["rope_parameters"][divisors])
 
 
-# One variant of each architecture in GGUF files.
-LAYOUTS = [name for name in NAMES if "-" not in name and name not in ("falcon3", "internlm3")] + ["phi3-window"]
+# One variant of each family.
+LAYOUTS = [name for name in NAMES if "-" not in name] + ["llama-gqa", "phi3-window"]
 QUERIES_AND_KEYS = (".q_proj.", ".k_proj.", ".qkv_proj.", ".attn_q.", ".attn_k.", ".attn_qkv.")
 
 
