@@ -191,6 +191,29 @@ def test_a_batch_gives_the_bits_of_each_request_alone(native: LLM, base: tuple[P
     assert drawn(mixed) == [*expected, *alone]
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"quantize": "int4"}, {"quantize": "int8"}, {"draft_tokens": 3}, {"kv_cache_memory": 80_000}], ids=str
+)
+def test_batches_of_1_to_33_rows(settings: dict[str, Any], base: tuple[Path, Any], adapters: str) -> None:
+    """A batch has the tokens of each request alone: quantized base, drafts, preemption. Adapters of other rows are seen."""
+    if not core.available():
+        pytest.skip(core.reason())
+    requests = [([3 + (at * number) % 80 for at in range(4 + number % 9)] * 2, NAMES[number % 4]) for number in range(33)]
+    settings = {**settings, "draft": base[0]} if "draft_tokens" in settings else settings
+    asked = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, adapter=name) for _, name in requests]
+    with LLM(
+        base[0], adapter=adapters, backend="native", threads=2, max_model_len=128, enable_prefix_caching=False, **settings
+    ) as llm:
+        prompts = [prompt for prompt, _ in requests]
+        tokens = lambda count, params: [one.outputs[0].token_ids for one in llm.generate(prompts[:count], params[:count])]  # noqa: E731
+        alone = [llm.generate([prompt], [one])[0].outputs[0].token_ids for prompt, one in zip(prompts, asked, strict=True)]
+        for count in (2, 3, 8, 16, 17, 33):
+            assert tokens(count, asked) == alone[:count], count
+        assert tokens(33, asked[1:] + asked[:1]) != alone
+        assert "draft" not in settings or sum(one.metrics.drafted for one in llm.generate(prompts, asked)) > 0
+        assert "kv_cache_memory" not in settings or llm.engine.scheduler.preemptions > 0
+
+
 def test_the_native_core_is_close_to_torch(native: LLM, base: tuple[Path, Any], adapters: str) -> None:
     with LLM(base[0], adapter=adapters, **EXACT) as llm:
         for name, prompt in zip(NAMES, PROMPTS, strict=True):
