@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch.nn import functional
 
+from benchmarks.peers.speech import read_clips
 from headrace import LLM, SamplingParams
 from headrace.audio.decode import samples_of
 from headrace.audio.mel import HOP, LogMel
@@ -29,11 +30,12 @@ from headrace.startup.fit.headers import open_shape
 from headrace.startup.fit.machine import find
 from headrace.startup.fit.sizes import BLOCK, Load, bytes_of, encoder_bytes
 from headrace.startup.fit.sound import window_record
+from headrace.startup.speech import speech_model
 from headrace.weights.ctranslate2 import CTranslate2Folder
 from headrace.weights.loader import load_model, stored_tensors
 from headrace.weights.source import WeightError
 from tests.models.zoo import MemorySource
-from tests.places import model_file
+from tests.places import data_path, model_file
 from tests.tiny_whisper import EOT, POSITIONS, TEXT, VOCAB, ctranslate2_bytes, frames, oracle, write_ctranslate2, write_folder
 
 PROMPT = [EOT + 1, EOT + 2, EOT + 6, 40, 41]
@@ -242,6 +244,44 @@ def test_the_native_core_is_close_to_torch(folder: Path, monkeypatch: pytest.Mon
         far = likeliest(llm)
     common = far.keys() & right.keys()
     assert max((abs(far[token] - right[token]) for token in common), default=1.0) > 0.1
+
+
+def gaps_at_first_differences(right: list[list[int]], ours: list[list[int]], gaps: list[list[float]]) -> list[float]:
+    """For each text the gap (nats) between the best two tokens where it first differs; 0 if it does not."""
+    found = []
+    for expected, written, gap in zip(right, ours, gaps, strict=False):
+        pairs = enumerate(zip(expected, written, strict=False))
+        at = next((at for at, (one, other) in pairs if one != other), min(len(expected), len(written)) - 1)
+        found.append(0.0 if expected == written else gap[at])
+    return found
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+def test_the_native_core_writes_the_tokens_of_torch_on_recordings() -> None:
+    """whisper-base, greedy, the first 30 s of each recording: tokens of bfloat16 equal those of float32 up to a near-tie."""
+    clips = read_clips(data_path("clips/clips.json"))
+    written, gaps = [], []
+    for backend in ("torch", "native"):
+        with LLM(model_file("whisper-base"), backend=backend, dtype="float32" if backend == "torch" else "bfloat16") as llm:
+            known, outputs = speech_model(llm.opened)[1], []
+            limits: dict[str, Any] = {"max_tokens": 200, "stop_token_ids": (known.end,), "timestamps": known.rules(50)}
+            params = SamplingParams(temperature=0.0, logprobs=2, logprobs_mode="masked", **limits)
+            for clip in clips:
+                samples = samples_of(clip.path)[: 30 * 16_000]
+                rows = frames_of(LogMel(samples, 80).window(0, 3000))
+                llm.engine.add(known.prompt(clip.language, "transcribe"), params, source=rows)
+                entries = [entry for delta in iter(lambda: llm.engine.busy and llm.engine.step(), False) for entry in delta]
+                assert entries
+                outputs.append([token for delta in entries for token in delta.token_ids])
+                tops = [sorted(one.top_logprobs) for delta in entries for one in delta.logprobs or ()]
+                gaps.append([top[-1] - top[-2] for top in tops])
+            written.append(outputs)
+    found = gaps_at_first_differences(written[0], written[1], gaps)  # the gaps of torch come first
+    assert max(found) < 0.1
+    assert found.count(0.0) > len(clips) / 2
+    assert max(gaps_at_first_differences(written[0], written[1][1:] + written[1][:1], gaps)) > 0.1, "others' tokens are seen"
+    assert sum(map(len, written[0])) > 1000
 
 
 def test_ctranslate2_folders_hold_the_same_tensors(tmp_path: Path) -> None:
