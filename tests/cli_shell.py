@@ -114,20 +114,22 @@ def check_bar(seen: str, *said: str) -> None:
 
 
 MAIN = "from headrace.cli.app import main\nsys.exit(main())"
-FORKS = f"""
-import json, os, signal, sys
-import typer
-import headrace.cli.opening, headrace.startup.backend
-assert "torch" not in sys.modules
-signal.signal(signal.SIGINT, signal.default_int_handler)
-for line in open(os.dup(0)):
+# Each line of stdin is a task (JSON). A child goes on with `task`; the parent prints its exit code.
+FORK_EACH_TASK = """for line in open(os.dup(0)):
     if (child := os.fork()) == 0:
         break
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 else:
     sys.exit()
 task = json.loads(line)
-os.environ.clear()
+"""
+FORKS = f"""
+import json, os, signal, sys
+import typer
+import headrace.cli.opening, headrace.startup.backend
+assert "torch" not in sys.modules
+signal.signal(signal.SIGINT, signal.default_int_handler)
+{FORK_EACH_TASK}os.environ.clear()
 os.environ.update(task["environment"])
 for descriptor, file in enumerate([os.devnull, *task["files"]]):
     os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), descriptor)

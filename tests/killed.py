@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli_shell import environment
+from tests.cli_shell import FORK_EACH_TASK, environment
 
 CHILD = """
 import os, runpy, signal, sys
@@ -77,7 +77,7 @@ def command_killed_at(name: str, count: int, *arguments: object) -> None:
 
 # Forks of one process that has imported torch, so that a command starts in milliseconds. Each line of its stdin is a task:
 # arguments, a rename to end after (or before), files for stderr and for the renames.
-FORKS = """
+FORKS = f"""
 import gc, json, os, signal, sys
 from pathlib import Path
 import torch, torch._dynamo  # the latter by the first optimiser
@@ -85,14 +85,7 @@ import headrace.cli.app, headrace.cli.opening, headrace.compress.write, headrace
 from headrace.training import run
 run.Run.checkpoint_seconds = 0.0
 gc.freeze()  # no child collects, and so copies, what is imported
-for line in open(os.dup(0)):
-    if (child := os.fork()) == 0:
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    sys.exit()
-task = json.loads(line)
-root, renames = Path(task["root"]), open(task["renames"], "a")
+{FORK_EACH_TASK}root, renames = Path(task["root"]), open(task["renames"], "a")
 for descriptor, file in enumerate([os.devnull, task["output"], task["output"]]):
     os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
 def watch(right):

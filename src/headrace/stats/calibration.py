@@ -132,9 +132,10 @@ def redraw(
     risks = []
     for _ in range(redraws):
         order = rng.permutation(count)
-        drawn, fresh = order[:n], order[n:]
-        found = calibrate(lambda at: losses[at][drawn], [*losses], delta=delta, epsilon=epsilon)  # noqa: B023
-        low = list(takewhile(lambda at: losses[at][drawn].mean() <= delta, losses))  # noqa: B023
+        calibration = {threshold: values[order[:n]] for threshold, values in losses.items()}
+        fresh = order[n:]
+        found = calibrate(calibration.__getitem__, [*losses], delta=delta, epsilon=epsilon)
+        low = [threshold for threshold, _ in takewhile(lambda pair: pair[1].mean() <= delta, calibration.items())]
         risks.append(0.0 if found.threshold is None else float(losses[found.threshold][fresh].mean()))
         chosen += found.threshold is not None
         tested += risks[-1] > delta
