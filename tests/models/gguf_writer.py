@@ -40,6 +40,8 @@ ARCHES = {
 # Architectures whose q and k rows lie as rotary pairs. Those of GLM-4 and ERNIE do so in both kinds of files.
 PAIRS = ("llama", "mistral", "granite", "smollm3", "arcee", "internlm3", "ministral3")
 ENCODERS = ("bert", "xlm-roberta", "modernbert")
+# Architectures without a model type of `transformers`; the models written are those of the same arithmetic.
+RENAMED = {"minicpm": gguf.MODEL_ARCH.MINICPM, "internlm2": gguf.MODEL_ARCH.INTERNLM2}
 # Names that the map of the `gguf` package gives to another tensor of the same layer.
 NAMES = {"glm4": {"post_attention_layernorm": "ffn_norm"}}
 
@@ -50,15 +52,16 @@ def write_gguf(
     permute: bool = True,
     part_tensors: int = 0,
     more: Callable[[gguf.GGUFWriter], None] | None = None,
+    architecture: str = "",
 ) -> Path:
     """`permute=False` leaves out the reordering of llama's q and k: a wrong file, for negative controls.
 
     part_tensors: write several files of this many tensors each, and return the path of the first. more: adds metadata and
-    tensors; without it the file has no vocabulary.
+    tensors; without it the file has no vocabulary. architecture: one of RENAMED, for a granite (minicpm) or a llama.
     """
     config = model.config
     both_ways = getattr(config, "use_bidirectional_attention", False)
-    arch = gguf.MODEL_ARCH.GEMMA_EMBEDDING if both_ways else ARCHES[config.model_type]
+    arch = gguf.MODEL_ARCH.GEMMA_EMBEDDING if both_ways else RENAMED.get(architecture, ARCHES[config.model_type])
     writer = gguf.GGUFWriter(str(path), gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=part_tensors)
     writer.add_vocab_size(config.vocab_size)
     if more is None:

@@ -20,6 +20,7 @@ from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model, read_tensor, stored_tensors
 from headrace.weights.source import WeightError
 from tests.models.gguf_writer import write_gguf
+from tests.models.rotary_rows import reordered
 from tests.models.zoo import (
     HEADS,
     SMALL,
@@ -68,6 +69,7 @@ ENCODERS: dict[str, Callable[[], Any]] = {
     "modernbert-biases": lambda: _modern(attention_bias=True, mlp_bias=True),
     "gemma-embedding": _gemma,
 }
+ROTARY_ENCODERS = ("modernbert", "gemma-embedding")
 IN_GGUF = ("bert", "xlm-roberta", "modernbert", "gemma-embedding")
 
 
@@ -207,6 +209,20 @@ def test_a_missing_first_norm_and_other_gates_are_seen() -> None:
         rows = source.tensors[name]
         swapped = torch.cat([rows[size : 2 * size], rows[:size], rows[2 * size :]])
         assert gap(MemorySource("safetensors", {**source.tensors, name: swapped}, source.config), expected) > SEEN
+
+
+@pytest.mark.parametrize("container", ["safetensors", "gguf"])
+@pytest.mark.parametrize("name", ROTARY_ENCODERS)
+def test_other_orders_of_rotary_rows_are_seen(name: str, container: str, tmp_path: Path) -> None:
+    """Negative control: q and k with halves for pairs, or pairs for halves, fit every shape and give other rows."""
+    theirs, expected = models(name)
+    source: Any = hf_source(theirs)
+    if container == "gguf":
+        file = GGUFFile(write_gguf(theirs, tmp_path / "model.gguf"))
+        source = MemorySource("gguf", {key: read_tensor(file, key) for key in file.names()}, dict(file.metadata))
+    for pairs in (True, False):
+        tensors = reordered(source.tensors, read_config(source).layers[0], pairs)
+        assert gap(MemorySource(container, tensors, source.config), expected) > SEEN
 
 
 def test_the_second_type_begins_after_the_separator() -> None:

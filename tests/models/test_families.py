@@ -20,10 +20,13 @@ from headrace.weights.loader import load_model, read_tensor, stored_tensors
 from headrace.weights.source import WeightError
 from tests.models.feeding import feed
 from tests.models.gguf_writer import write_gguf
+from tests.models.rotary_rows import ROTARY_FAMILIES, reordered
+from tests.models.test_encoders import ROTARY_ENCODERS
 from tests.models.test_gguf_models import NOT_IN_GGUF
 from tests.models.zoo import (
     CONFIGS,
     GRANITE,
+    TWINS,
     YARN,
     MemorySource,
     hf_source,
@@ -42,10 +45,10 @@ PROMPTS = prompts(7, (3, 40))
 CONTAINERS = ("safetensors", "gguf")
 
 
-def models(name: str) -> tuple[Any, list[torch.Tensor]]:
-    """A tiny model of `transformers` in float64, and its logits."""
+def models(name: str, **changes: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A tiny model of `transformers` in float64, and its logits. changes: of its config."""
     with in_float64():
-        theirs = oracle(name, DOUBLE)
+        theirs = oracle(name, DOUBLE, **changes)
         return theirs, oracle_logits(theirs, PROMPTS)
 
 
@@ -179,9 +182,9 @@ def gap_or_error(source: MemorySource, expected: list[torch.Tensor]) -> float:
         return math.inf
 
 
-def in_memory(theirs: Any, path: Path) -> MemorySource:
-    """A GGUF file of the model, read into memory; keys without the architecture."""
-    file = GGUFFile(write_gguf(theirs, path))
+def in_memory(theirs: Any, path: Path, architecture: str = "") -> MemorySource:
+    """A GGUF file of the model, read into memory. architecture: as in `write_gguf`."""
+    file = GGUFFile(write_gguf(theirs, path, architecture=architecture))
     return MemorySource("gguf", {name: read_tensor(file, name) for name in file.names()}, dict(file.metadata))
 
 
@@ -248,52 +251,35 @@ def test_the_native_program_takes_the_divisors_of_its_context() -> None:
 
 
 # One variant of each family.
-LAYOUTS = [name for name in NAMES if "-" not in name] + ["llama-gqa", "phi3-window"]
-QUERIES_AND_KEYS = (".q_proj.", ".k_proj.", ".qkv_proj.", ".attn_q.", ".attn_k.", ".attn_qkv.")
-
-
-def reordered(rows: torch.Tensor, head_dim: int, rotary: int, heads: int, pairs: bool) -> torch.Tensor:
-    """The first `heads` heads with the halves of their rotated rows turned into neighbouring pairs, or the other way round."""
-    made = rows.clone()
-    turned = made[: heads * head_dim].view(heads, head_dim, -1)
-    shape = (heads, 2, rotary // 2, turned.shape[-1]) if pairs else (heads, rotary // 2, 2, turned.shape[-1])
-    turned[:, :rotary] = turned[:, :rotary].clone().view(shape).swapaxes(1, 2).reshape(heads, rotary, -1)
-    return made
+LAYOUTS = [name for name in NAMES if "-" not in name]
+LAYOUTS += ["llama-gqa", "mistral-no-window", "phi3-window", "qwen2-mqa", "qwen3", "gemma3-ropes"]
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *TWINS])
 def test_other_orders_of_rotary_rows_are_seen(name: str, container: str, tmp_path: Path) -> None:
     """Negative control: q and k with halves for pairs, or pairs for halves, fit every shape and give other logits."""
-    theirs, expected = models(name)
-    source = hf_source(theirs) if container == "safetensors" else in_memory(theirs, tmp_path / "model.gguf")
+    source, expected = source_and_logits(name, container, tmp_path)
     layer = read_config(source).layers[0]
-    assert layer.rope is not None
     for pairs in (True, False):
-        tensors = {}
-        for key, rows in source.tensors.items():
-            heads = layer.kv_heads if ".k_proj." in key or ".attn_k." in key else layer.heads
-            is_turned = any(part in key for part in QUERIES_AND_KEYS)
-            order = layer.head_dim, layer.rope.dim or layer.head_dim, heads, pairs
-            tensors[key] = reordered(rows, *order) if is_turned else rows
+        tensors = reordered(source.tensors, layer, pairs)
         assert gap(load_model(MemorySource(container, tensors, source.config), DOUBLE), expected) > SEEN
 
 
+def test_the_orders_of_rotary_rows_are_tested_for_every_family() -> None:
+    architectures = {CONFIGS[name]().model_type for name in LAYOUTS}
+    assert architectures | {*TWINS, *ROTARY_ENCODERS} == set(ROTARY_FAMILIES)
+
+
 def as_minicpm(source: MemorySource) -> MemorySource:
-    """The same model of Granite's numbers as MiniCPM has them: a depth scale, and a base width."""
-    if source.format == "gguf":
-        metadata = {key.replace("granite.", "minicpm."): value for key, value in source.config.items()}
-        return MemorySource("gguf", source.tensors, {**metadata, "general.architecture": "minicpm"})
+    """The same model of Granite's numbers as MiniCPM's folders have them: a depth scale, and a base width."""
     numbers = {"scale_emb": 12.0, "scale_depth": GRANITE["residual_multiplier"] * 3**0.5, "dim_model_base": 128}
     kept = {key: value for key, value in source.config.items() if key not in GRANITE}
     return MemorySource("safetensors", source.tensors, {**kept, "model_type": "minicpm", **numbers})
 
 
 def as_internlm2(source: MemorySource) -> MemorySource:
-    """The same llama as InternLM 2 stores it: q, k and v of each K/V head together."""
-    if source.format == "gguf":
-        metadata = {key.replace("llama.", "internlm2."): value for key, value in source.config.items()}
-        return MemorySource("gguf", source.tensors, {**metadata, "general.architecture": "internlm2"})
+    """The same llama as folders of InternLM 2 store it: q, k and v of each K/V head together."""
     parts = {"embed_tokens": "tok_embeddings", "lm_head": "output", "input_layernorm": "attention_norm"}
     parts |= {"post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attention.wo"}
     parts |= {"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"}
@@ -309,18 +295,21 @@ def as_internlm2(source: MemorySource) -> MemorySource:
     return MemorySource("safetensors", tensors, {**source.config, "model_type": "internlm2", "bias": False})
 
 
+def source_and_logits(name: str, container: str, folder: Path) -> tuple[MemorySource, list[torch.Tensor]]:
+    """A file of a variant or of one of TWINS in memory, and the logits of transformers."""
+    variant, changes = TWINS.get(name, (name, {}))
+    theirs, expected = models(variant, **changes)
+    if container == "gguf":
+        return in_memory(theirs, folder / "model.gguf", name if name in TWINS else ""), expected
+    made = {"minicpm": as_minicpm, "internlm2": as_internlm2}.get(name, lambda source: source)
+    return made(hf_source(theirs)), expected
+
+
 @pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("name", ["minicpm", "internlm2"])
-def test_families_without_an_oracle_of_their_own(
-    name: str, container: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", TWINS)
+def test_families_without_an_oracle_of_their_own(name: str, container: str, tmp_path: Path) -> None:
     """transformers has no such models: the oracle is one of the same arithmetic under other names and numbers."""
-    granite = {**CONFIGS["granite"]().to_dict(), "attention_multiplier": 0.25}
-    monkeypatch.setitem(CONFIGS, "minicpm", lambda: transformers.GraniteConfig(**granite))
-    monkeypatch.setitem(CONFIGS, "internlm2", CONFIGS["llama-gqa"])
-    theirs, expected = models(name)
-    source = hf_source(theirs) if container == "safetensors" else in_memory(theirs, tmp_path / "model.gguf")
-    made = {"minicpm": as_minicpm, "internlm2": as_internlm2}[name](source)
+    made, expected = source_and_logits(name, container, tmp_path)
     model = load_model(made, DOUBLE)
     assert model.config.architecture == name
     assert gap(model, expected) <= EXACT

@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES
 
+from headrace.models.families import FAMILIES
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model
 from tests.models.feeding import feed
-from tests.models.gguf_writer import write_gguf
-from tests.models.zoo import CONFIGS, THETA, YARN, largest_gap, oracle, oracle_logits, prompts
+from tests.models.gguf_writer import ARCHES, RENAMED, write_gguf
+from tests.models.test_encoders import IN_GGUF
+from tests.models.zoo import CONFIGS, THETA, TWINS, YARN, largest_gap, oracle, oracle_logits, prompts
 from tests.places import peer_python
 
 # GGUF has no key for these: a window in some layers only, and gemma's query_pre_attn_scalar.
@@ -88,6 +91,9 @@ def test_gguf_gives_the_logits_of_llama_cpp(tmp_path: Path) -> None:
     kinds = [("full" if layer % 4 == 3 else "sliding") + "_attention" for layer in range(64)]
     write_gguf(oracle("exaone4", num_hidden_layers=64, layer_types=kinds), tmp_path / "exaone4-deep.gguf")
     names.append("exaone4-deep")
+    for name, (variant, changes) in TWINS.items():
+        write_gguf(oracle(variant, **changes), tmp_path / f"{name}.gguf", architecture=name)
+        names.append(name)
     theirs = llama_cpp_logits(names, batch, tmp_path)
     assert set(theirs) == set(names)
     ours = {name: feed(load_model(GGUFFile(tmp_path / f"{name}.gguf")), batch, "whole") for name in names}
@@ -108,18 +114,43 @@ def test_where_llama_cpp_ignores_keys_it_computes_the_model_without_them(tmp_pat
         assert largest_gap(oracle_logits(oracle(name), batch), theirs[name]) > 1e-2
 
 
+@pytest.mark.peers
+def test_without_the_multipliers_minicpm_is_another_model(tmp_path: Path) -> None:
+    """Control: the same tensors without them, whose logits are far from those of llama.cpp."""
+    batch = prompts(4)
+    variant, changes = TWINS["minicpm"]
+    theirs = oracle(variant, **changes)
+    write_gguf(theirs, tmp_path / "minicpm.gguf", architecture="minicpm")
+    made = llama_cpp_logits(["minicpm"], batch, tmp_path)["minicpm"]
+    ones = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
+    for name, value in ones.items():
+        setattr(theirs.config, name, value)
+    plain = load_model(GGUFFile(write_gguf(theirs, tmp_path / "plain.gguf", architecture="minicpm")))
+    assert largest_gap(feed(plain, batch, "whole"), made) > 1e-2
+
+
+def test_every_architecture_is_compared_with_llama_cpp() -> None:
+    """All families that are read from GGUF files: decoders in this file, encoders in test_llama_cpp_encoders."""
+    read = {family.gguf_name or name for name, family in FAMILIES.items() if not isinstance(family.gguf, str)}
+    written = {ARCHES[CONFIGS[name]().model_type] for name in WRITTEN if name not in NOT_IN_LLAMA_CPP}
+    encoders = {ARCHES[name] for name in IN_GGUF if name in ARCHES} | {MODEL_ARCH.GEMMA_EMBEDDING}
+    compared = {MODEL_ARCH_NAMES[arch] for arch in written | encoders | {*RENAMED.values()}}
+    assert read == compared
+
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "en" / "reference" / "models.md"
 
 
 def test_the_page_says_what_each_decoder_was_compared_with() -> None:
     """The last column: real weights, or the oracle and llama.cpp where its test has the architecture."""
-    compared = {CONFIGS[name]().model_type for name in WRITTEN if name not in NOT_IN_LLAMA_CPP}
+    compared = {CONFIGS[name]().model_type for name in WRITTEN if name not in NOT_IN_LLAMA_CPP} | {*TWINS}
     rows = {}
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 4:
             rows |= dict.fromkeys(re.findall(r"`([\w-]+)`", cells[0]), cells[3])
-    found = {kind: rows[kind] for kind in {CONFIGS[name]().model_type for name in CONFIGS} if kind in rows}
+    kinds = {CONFIGS[name]().model_type for name in CONFIGS} | {*TWINS}
+    found = {kind: rows[kind] for kind in kinds if kind in rows}
     assert len(found) > 15
     expected = {kind: "oracle + llama.cpp" if kind in compared else "oracle" for kind in found}
     assert {kind: mark for kind, mark in found.items() if mark not in ("real weights", expected[kind])} == {}

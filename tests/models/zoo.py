@@ -188,6 +188,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "olmo3-yarn": lambda: _olmo3(rope_parameters={"full_attention": YARN, "sliding_attention": THETA}),
 }
 
+# Families that transformers lacks: the variant with the same arithmetic, and changes of its config. MiniCPM has no number for
+# the scale of attention, 1 / √16.
+TWINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "minicpm": ("granite", {"attention_multiplier": 0.25}),
+    "internlm2": ("llama-gqa", {}),
+}
+
 
 def _gemma_ropes() -> dict[str, Any]:
     return {
