@@ -16,6 +16,7 @@ from headrace.text.dialects.call_formats import (
     HERMES,
     INTERNLM,
     MISTRAL_NAMED,
+    OLMO,
     PHI4,
     QWEN_XML,
     SEED,
@@ -47,6 +48,7 @@ TEMPLATES = {
     "seed": "{{ tools }}<seed:tool_call>\n<function=example>\n<parameter=a>1</parameter>",
     "qwen_xml": "{{ tools }}<tool_call>\n<function=example>\n<parameter=a>\n1\n</parameter>",
     "glm_xml": "{{ tools }}<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value></tool_call>",
+    "olmo": "<functions>{{ tools | tojson }}</functions>{{ '<function_calls>' + message['function_calls'] }}",
     "hermes": "{{ tools }}<tool_call>",
 }
 ONE = ("turn_wheel", {"turns": 3, "way": 'a "}{[ \\ b'})
@@ -118,6 +120,34 @@ GOLDEN: dict[str, tuple[CallFormat, str, str, list[tuple[str, Any]]]] = {
         "",
         [("turn_wheel", {"turns": 3, "way": "12"})],
     ),
+    "olmo 3": (
+        OLMO,
+        f"I turn it.\n<function_calls>turn_wheel(turns=3, way={json.dumps(ONE[1]['way'])})\nstop()</function_calls>",
+        "I turn it.",
+        [ONE, ("stop", {})],
+    ),
+    "olmo 3, python literals on several lines": (
+        OLMO,
+        "<function_calls>\n  turn_wheel(\n    turns=3,\n    way='a \"}{[ \\\\ b',\n  )\n\n"
+        "turn_wheel(way='it\\'s (1, 2)', marks=(1, 2,), slow=True, more={'a': [None, 1.5e3], \"b\": 'c'})\n</function_calls>\n",
+        "",
+        [
+            ONE,
+            ("turn_wheel", {"way": "it's (1, 2)", "marks": [1, 2], "slow": True, "more": {"a": [None, 1500.0], "b": "c"}}),
+        ],
+    ),
+    "olmo 3, values without a key, and one that is no literal": (
+        OLMO,
+        "<function_calls>turn_wheel(3, left, [1], slow=false, 9)</function_calls>",
+        "",
+        [("turn_wheel", {"turns": 3, "way": "left", "marks": [1], "slow": False, "argument5": 9})],
+    ),
+    "olmo 3, the closing tag missing": (
+        OLMO,
+        f"<function_calls>turn_wheel(turns=3, way={json.dumps(ONE[1]['way'])})",
+        "",
+        [ONE],
+    ),
 }
 PLAIN = {
     "granite": "[1] says <|tool",
@@ -128,6 +158,7 @@ PLAIN = {
     "seed": "<seed:tool is a tag <function=a>",
     "qwen_xml": "A < b, <tool_cal",
     "glm_xml": "A < b, <arg_key>a</arg_key>",
+    "olmo": "A <function_calls>is a tag, turn_wheel(3) is no call <function_ca",
 }
 
 
@@ -181,7 +212,13 @@ def test_text_without_a_call_stays_text(name: str) -> None:
         assert read(tools_of(form), parts)[:2] == (PLAIN[name], [])
 
 
-@pytest.mark.parametrize("name", ["seed-oss", "qwen3-coder", "glm-4", "ministral 3"])
+def test_a_tag_at_the_end_of_a_text_stays_text() -> None:
+    for text in ("See <function_calls>turn", "See <function_calls>"):
+        for parts in ([text], list(text)):
+            assert read(tools_of(OLMO), parts)[:2] == (text, [])
+
+
+@pytest.mark.parametrize("name", ["seed-oss", "qwen3-coder", "glm-4", "ministral 3", "olmo 3"])
 def test_an_unfinished_call_is_no_call(name: str) -> None:
     form, text, *_ = GOLDEN[name]
     reader = CallReader(tools_of(form))
@@ -210,6 +247,7 @@ MAY = {
     "</function>\n</tool_call>",
     "glm_xml": "<tool_call>turn_wheel\n<arg_key>turns</arg_key>\n<arg_value>3</arg_value>\n<arg_key>way</arg_key>\n"
     "<arg_value>left</arg_value>\n</tool_call>",
+    "olmo": '<function_calls>turn_wheel(turns=3, way="left")</function_calls>',
 }
 
 
@@ -237,9 +275,8 @@ def test_calls_follow_their_schema(name: str, choice: str) -> None:
         return not constraint.error
 
     assert takes(MAY[name])
-    wrong = (
-        MAY[name].replace('"turns": 3', '"turns": 99') if form.xml is None else call_of(form, "turn_wheel", turns="99", way="a")
-    )
+    wrong = MAY[name].replace('"turns": 3', '"turns": 99').replace("turns=3", "turns=99")
+    wrong = wrong if form.xml is None else call_of(form, "turn_wheel", turns="99", way="a")
     assert not takes(wrong)
     assert takes("The wheel turns.") is (choice == "auto")
 
@@ -322,6 +359,77 @@ def test_a_format_may_stand_in_place_of_calls_as_xml(form: CallFormat) -> None:
         for token in tokenizer.encode(text, add_special=False, parse_special=False):
             constraint.push(token)
         assert bool(constraint.error) is not fits, text
+
+
+def python_call(**values: str) -> str:
+    return f"set({', '.join(f'{key}={value}' for key, value in values.items())})"
+
+
+def block(*calls: str) -> str:
+    return f"<function_calls>{chr(10).join(calls)}</function_calls>"
+
+
+def test_the_values_of_a_call_as_python_follow_their_schemas() -> None:
+    """JSON by its schema, formats of texts too; optional arguments may be left out; each control breaks one of them."""
+    must: dict[str, Any] = {"tool_choice": "required"}
+    good = {"box": '{"a": 1}', "side": '"größer als 1"', "code": '"a)b"', "count": "null", "day": '"2026-11-28"'}
+    assert taken(OLMO, block(python_call(**good)), **must)
+    given = tooling(ChatRequest(model="x", messages=[], tools=[SET]), TEMPLATES["olmo"], lambda text: None)
+    assert given is not None
+    expected = {key: json.loads(value) for key, value in good.items()}
+    assert read(given, list(block(python_call(**good))))[1] == [("set", expected)]
+    few = {"box": '{"a": 1}', "side": '"left"'}
+    assert taken(OLMO, block(python_call(**few)), **must)
+    assert taken(OLMO, block(python_call(**few, day='"2026-11-28"')), **must)
+    broken = {"box": '{"a": "x"}', "side": '"right"', "code": '"abcde"', "count": "1.5", "day": '"today"'}
+    for key, value in broken.items():
+        assert not taken(OLMO, block(python_call(**{**good, key: value})), **must), key
+    for missing in few:
+        assert not taken(OLMO, block(python_call(**{k: v for k, v in good.items() if k != missing})), **must), missing
+    assert not taken(OLMO, block(python_call(**good, other="1")), **must)
+    assert not taken(OLMO, block(python_call(**few).replace(", ", " ")), **must)
+    assert not taken(OLMO, block(python_call(**few).replace("set", "unset")), **must)
+
+
+def test_several_calls_as_python_one_call_and_none() -> None:
+    call = python_call(box='{"a": 1}', side='"left"')
+    assert taken(OLMO, block(call, call), tool_choice="required")
+    assert not taken(OLMO, block(call, call), tool_choice="required", parallel_tool_calls=False)
+    assert taken(OLMO, f"Well.\n{block(call)}")
+    assert not taken(OLMO, f"Well.\n{block(call.replace('left', 'right'))}")
+    assert not taken(OLMO, "Well.", tool_choice="required")
+    assert taken(OLMO, "Well.")
+
+
+def test_optional_arguments_alone_and_open_objects_as_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    optional = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    for schema, texts in (
+        (
+            {**optional, "additionalProperties": False},
+            {"set()": True, "set(b=1)": True, "set(a=1, b=2)": True, "set(c=1)": False},
+        ),
+        (
+            {**optional, "additionalProperties": True},
+            {"set()": True, "set(c=1)": True, "set(b=1, c=[2])": True, "set(a=x)": False},
+        ),
+        ({"type": "object"}, {"set()": True, 'set(c="d", e=1)': True, "set(=1)": False, "set(, c=1)": False}),
+    ):
+        monkeypatch.setitem(SET["function"], "parameters", schema)
+        for text, fits in texts.items():
+            assert taken(OLMO, block(text), tool_choice="required", open_objects=True) is fits, (schema, text)
+
+
+def test_parameters_that_python_cannot_hold_are_refused() -> None:
+    def ask(parameters: dict[str, Any], **more: Any) -> None:
+        tool = {"type": "function", "function": {"name": "a", "parameters": parameters, **more}}
+        tooling(ChatRequest(model="x", messages=[], tools=[tool]), TEMPLATES["olmo"], lambda text: None)
+
+    with pytest.raises(ToolError, match="calls as Python, and 'a b' is no name there; rename it"):
+        ask({"type": "object", "properties": {"a b": {}}})
+    dated = {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}}
+    ask(dated, strict=True)
+    with pytest.raises(ToolError, match="tool 0: parameters without properties cannot be held to; leave strict out"):
+        ask({"$defs": {"A": dated}, "$ref": "#/$defs/A"}, strict=True)
 
 
 def test_parameters_that_xml_cannot_hold_are_refused() -> None:

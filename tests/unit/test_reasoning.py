@@ -4,6 +4,7 @@ import pytest
 
 from headrace.text.dialects.reasoning import (
     FORMATS,
+    GRANITE_THINK,
     MISTRAL_THINK,
     SEED_THINK,
     THINK,
@@ -40,6 +41,26 @@ def test_a_text_is_split_however_it_is_cut(form: ReasoningFormat, inside: bool) 
         assert split(parts, form, inside) == (THOUGHT, ANSWER), parts
 
 
+def test_tags_around_the_answer_are_dropped_however_it_is_cut() -> None:
+    """The closing tag may be missing, and so may the reasoning; later text is kept. Control: another format leaves the tags."""
+    thought, answer = f"<think>{THOUGHT}</think>", "Left < right, </res\n\n2."
+    cases = {
+        f"{thought}\n<response>\n{answer}\n</response>\n": (THOUGHT, answer),
+        f"{thought}<response>{answer}</response>": (THOUGHT, answer),
+        f"{thought}\n\n<response>{answer}": (THOUGHT, answer),
+        f"<response>{answer}</response> \n": ("", answer),
+        f"{thought}{answer}": (THOUGHT, answer),
+        f"{thought}<response>{answer}</response>\nPS": (THOUGHT, f"{answer}\nPS"),
+        f"{answer}<response>no</response>": ("", f"{answer}<response>no</response>"),
+        f"{thought}<resp": (THOUGHT, "<resp"),
+    }
+    for text, expected in cases.items():
+        for parts in cuts(text):
+            assert split(parts, GRANITE_THINK) == expected, parts
+    text = f"{thought}<response>{answer}</response>"
+    assert split([text], THINK) == (THOUGHT, f"<response>{answer}</response>")
+
+
 def test_a_text_without_reasoning_stays_as_it_is() -> None:
     for text in ("The mill.\n", "  <thin air", "<b>", " \n"):
         for parts in cuts(text):
@@ -74,5 +95,9 @@ def test_the_template_names_the_format() -> None:
     assert reasoning_of("{% if '</think>' in content %}") == THINK
     assert reasoning_of("[THINK]' + block['thinking'] + '[/THINK]") == MISTRAL_THINK
     assert reasoning_of("{%- set think_begin_token = '<seed:think>' -%}") == SEED_THINK
+    assert (
+        reasoning_of("thoughts between <think></think> and write your response between <response></response>") == GRANITE_THINK
+    )
     assert reasoning_of("{{ messages }}") is None
+    assert reasoning_of("<response></response>") is None
     assert reasoning_of(None) is None

@@ -11,13 +11,16 @@ import msgspec
 
 from headrace.data.params import SamplingParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
+from headrace.decoding import python_grammar, xml_grammar
 from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.json_schema.prepare import Prepared, prepare
-from headrace.decoding.xml_grammar import invalid_name, unheld_of, xml_rules
+from headrace.decoding.python_grammar import python_rules
+from headrace.decoding.xml_grammar import xml_rules
 from headrace.text.dialects.call_formats import GLM4, HERMES, MISTRAL, MISTRAL_NAMED, PHI4, CallFormat, format_of
 from headrace.text.dialects.call_parser import CallParser, Piece, RepeatFilter, new_call_id
 from headrace.text.dialects.json_calls import JsonCallFilter, Steps
 from headrace.text.dialects.named_calls import NamedCallParser
+from headrace.text.dialects.python_calls import PythonCallParser
 from headrace.text.dialects.truncated_json import ArgumentsReader
 from headrace.text.dialects.xml_calls import XmlCallParser
 
@@ -131,8 +134,13 @@ def parser_of(tools: Tooling, held: bool = False) -> CallParser:
     functions = [tool["function"] for tool in tools.tools]
     if tools.form.named is not None:
         return NamedCallParser(tools.form, [function["name"] for function in functions], held=held)
+    schemas = {one["name"]: one.get("parameters") or {} for one in functions}
     if tools.form.xml:
-        return XmlCallParser(tools.form, {one["name"]: one.get("parameters") or {} for one in functions}, held=held)
+        return XmlCallParser(tools.form, schemas, held=held)
+    if tools.form.python:
+        return PythonCallParser(
+            tools.form, {name: list(one.get("properties") or {}) for name, one in schemas.items()}, held=held
+        )
     return CallParser(tools.form, held=held)
 
 
@@ -197,8 +205,8 @@ def tooling(
     if answer is not None and not told_apart:
         message = "this model writes calls as JSON, which cannot be distinguished from an answer of this format; leave one out"
         raise ToolError(message, "response_format")
-    if form_or_hermes.xml:
-        _check_xml(usable)
+    if form_or_hermes.xml or form_or_hermes.python:
+        _check_names(usable, form_or_hermes)
     grammar = _grammar(_Calls(usable, schemas, form_or_hermes, must, several, special, answer))
     try:
         spec = StructuredOutputs(grammar=grammar)
@@ -301,21 +309,25 @@ class _Calls:
             rules.append(f"args_{i}: %json {json.dumps(self.schemas[i])}")
         return rules
 
-    def xml(self) -> list[str]:
-        """The rules of a call's body of a format with `xml`."""
+    def body(self) -> list[str]:
+        """The rules of a call's body, of a format without `named`."""
         names = [tool["function"]["name"] for tool in self.tools]
-        return xml_rules(self.form, names, self.schemas, schemas_of(self.tools))
+        if self.form.xml:
+            return xml_rules(self.form, names, self.schemas, schemas_of(self.tools))
+        if self.form.python:
+            return python_rules(names, self.schemas)
+        return self.bodies(lambda name: json.dumps(f'{{"name": "{name}", "{self.form.key}": '), ' "}"')
 
 
-def _check_xml(tools: list[dict[str, Any]]) -> None:
-    """Raise ToolError for parameters that calls as XML cannot have."""
+def _check_names(tools: list[dict[str, Any]], form: CallFormat) -> None:
+    """Raise ToolError for parameters that calls as XML or as Python cannot have."""
+    language, rules, of = ("XML", xml_grammar, " of texts in XML") if form.xml else ("Python", python_grammar, "")
     for number, (tool, schema) in enumerate(zip(tools, schemas_of(tools), strict=True)):
-        if (key := invalid_name(schema)) is not None:
-            raise ToolError(
-                f"tool {number}: this model writes calls as XML, and {key[:40]!r} is no name there; rename it", "tools"
-            )
-        if tool["function"].get("strict") and (unheld := unheld_of(schema)):
-            message = f"tool {number}: {', '.join(unheld)[:100]} of texts in XML cannot be held to; leave strict out"
+        if (key := rules.invalid_name(schema)) is not None:
+            message = f"tool {number}: this model writes calls as {language}, and {key[:40]!r} is no name there; rename it"
+            raise ToolError(message, "tools")
+        if tool["function"].get("strict") and (unheld := rules.unheld_of(schema)):
+            message = f"tool {number}: {', '.join(unheld)[:100]}{of} cannot be held to; leave strict out"
             raise ToolError(message, "tools", "unsupported")
 
 
@@ -326,8 +338,8 @@ def _grammar(task: _Calls) -> str:
     if form.named is not None:
         return _named_grammar(task)
     special = special_id(form.opening)
-    rules = task.bodies(lambda name: json.dumps(f'{{"name": "{name}", "{form.key}": '), ' "}"') if not form.xml else task.xml()
-    first = "[" if form.listed else "" if form.xml and not form.xml.head else "\n"
+    rules = task.body()
+    first = "[" if form.listed else "" if form.python or (form.xml and not form.xml.head) else "\n"
     opening, between = json.dumps(form.opening + first), json.dumps(form.between)
     more = f"({between} body)*" if several else ""
     closing = json.dumps(form.closing)
@@ -341,6 +353,9 @@ def _grammar(task: _Calls) -> str:
             start += f" | {calls}"
     elif not form.opening:
         calls, start = f"body {more}", f"PLAIN | body {more}"
+    elif form.python:
+        calls = f"{opening} body {more} {closing}"
+        start = f"TEXT | trigger body {more} {closing}"
     else:
         again = f"({between} {opening} body {closing})*" if several else ""
         calls = f"{opening} body {closing} {again}"

@@ -22,7 +22,8 @@ class CallFormat:
     """The format of one model family: `opening` {"name": …, `key`: {…}} `closing`, with `between` between two calls.
 
     Without an opening, an answer that begins with a brace is a call. listed: the calls are one JSON list. named: a call is
-    `opening` NAME `named` {…}, without a closing. xml: a call is `opening`, its tags, `closing`.
+    `opening` NAME `named` {…}, without a closing. xml: a call is `opening`, its tags, `closing`. python: a call is
+    NAME(KEY=VALUE, …), and all of them stand between one `opening` and one `closing`.
     """
 
     name: str
@@ -33,6 +34,7 @@ class CallFormat:
     listed: bool = False
     named: str | None = None
     xml: XmlTags | None = None
+    python: bool = False
 
     @property
     def tags(self) -> XmlTags:
@@ -62,8 +64,9 @@ QWEN_XML = CallFormat("qwen_xml", "<tool_call>", "</tool_call>", "arguments", "\
 # GLM-4.5 and later.
 ARGUMENT = XmlTags("", "", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "")
 GLM_XML = CallFormat("glm_xml", "<tool_call>", "</tool_call>", "arguments", "\n", xml=ARGUMENT)
+OLMO = CallFormat("olmo", "<function_calls>", "</function_calls>", "arguments", "\n", python=True)  # OLMo 3
 
-FORMATS = (HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, GRANITE, PHI4, INTERNLM, GLM4, SEED, QWEN_XML, GLM_XML)
+FORMATS = (HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, GRANITE, PHI4, INTERNLM, GLM4, SEED, QWEN_XML, GLM_XML, OLMO)
 # Optional tags before the calls, by format.
 LEADS = {
     "llama3_json": ("<|python_tag|>",),
@@ -81,7 +84,7 @@ def format_of(template: str | None) -> CallFormat | None:
         return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
     if "<|tool|>" in template:
         return PHI4
-    for form in (GRANITE, INTERNLM, SEED):
+    for form in (GRANITE, INTERNLM, SEED, OLMO):
         if form.opening in template:
             return form
     if "<parameter=" in template:
