@@ -186,3 +186,15 @@ def test_minilm_by_its_own_modules() -> None:
         for one in llm.embed(["The mill stands by the river.", "猫 und Käse: naïve façade", "mill " * 200]):
             expected = rows(folder, one.token_ids).mean(0)
             assert np.dot(one.values, expected) / np.linalg.norm(expected) > 0.99995
+
+
+def test_the_start_says_which_outputs_are_not_read(shell: Shell, tmp_path: Path) -> None:
+    """bge-m3's folder has matrices for two further outputs. Control: a folder without them."""
+    write_tiny_bert(tmp_path)
+    code, _, err = shell("embed", tmp_path, "a wheel")
+    assert (code, "not read" in err) == (0, False)
+    for name in ("sparse_linear.pt", "colbert_linear.pt"):
+        (tmp_path / name).write_bytes(b"pickle")
+    code, _, err = shell("embed", tmp_path, "a wheel")
+    assert code == 0
+    assert "dense embeddings only (sparse_linear.pt and colbert_linear.pt not read)" in err

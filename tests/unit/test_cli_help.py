@@ -154,6 +154,14 @@ def test_a_model_in_the_place_of_a_command_hints_at_run(shell: Shell, tmp_path: 
     assert err == "headrace: No such option: --temprature; did you mean --temperature? (headrace run --help shows the usage)\n"
 
 
+def test_documents_in_place_of_a_stage_hint_at_rerank(shell: Shell) -> None:
+    """`headrace rank` runs a stage of a pipeline. Control: the stage's own missing option is named, too."""
+    code, _, err = shell("rank", "smollm2-135m", "water power", "a mill")
+    assert (code, "Missing option '--key-file'" in err) == (2, True)
+    assert "to rank documents: headrace rerank" in err
+    assert "headrace rerank" not in shell("run", "smollm2-135m", "--no-such")[2]
+
+
 def test_settings_of_a_chat_are_a_table_with_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     lines = chat._table(SamplingParams(temperature=0.5, top_n_sigma=1.5)).splitlines()

@@ -103,7 +103,8 @@ def _wrong_usage(error: Any, arguments: Sequence[str]) -> int:
         from headrace.data.spelling import did_you_mean, near
 
         text = f"{error.message}; {did_you_mean(error.option_name, near(error.option_name, options, 1))}"
-    say(f"headrace: {text.replace('Value error, ', '').rstrip('.')} ({command} --help shows the usage)")
+    other = "; to rank documents: headrace rerank" if arguments[:1] == ["rank"] else ""
+    say(f"headrace: {text.replace('Value error, ', '').rstrip('.')} ({command} --help shows the usage{other})")
     return error.exit_code
 
 

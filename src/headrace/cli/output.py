@@ -24,6 +24,7 @@ LONG = {
         "generate",
         "embed",
         "rank",
+        "rerank",
         "classify",
         "serve",
         "perplexity",

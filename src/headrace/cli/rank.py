@@ -36,7 +36,8 @@ def rank(
     """Run layers of a model for an engine on another host, which names this address in --stage-hosts.
 
     Both hosts need the same version and the same files of the model; the engine chooses the layers. Both ends prove that they
-    have the key. Links are authenticated but not encrypted: listen on the address of a private network.
+    have the key. Links are authenticated but not encrypted: listen on the address of a private network. Documents are ranked
+    by headrace rerank.
     """
     import asyncio
 

@@ -21,7 +21,7 @@ from headrace.weights.gguf import GGUFFile
 from headrace.weights.ranking import Ranker, is_ranker, read_ranker, with_separator
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.schemes.folder import QuantizedFolder, open_weights
-from headrace.weights.sentence import Sentence, read_sentence
+from headrace.weights.sentence import Sentence, read_sentence, unread_outputs
 from headrace.weights.source import HEADS_INFO, LFS_POINTER, WeightError, is_lfs_pointer, trained
 from headrace.weights.store import catalog_entry
 
@@ -71,8 +71,15 @@ class Opened:
         return self.source.activations if isinstance(self.source, QuantizedFolder) else "auto"
 
     def settings_summary(self, settings: ModelSettings) -> str:
-        """Text for the user about settings that change the model's numbers."""
-        return self.rounding_summary(settings.activations) + scaling_note(self.config, settings.rope)
+        """Text for the user about settings that change the model's numbers, and about parts of its files that are not read."""
+        return self.rounding_summary(settings.activations) + scaling_note(self.config, settings.rope) + self._unread_summary()
+
+    def _unread_summary(self) -> str:
+        if isinstance(self.source, (SafetensorsFolder, QuantizedFolder)) and self.source.text_only:
+            return ", text only (images are not read)"
+        if unread := unread_outputs(self.path):
+            return f", dense embeddings only ({' and '.join(unread)} not read)"
+        return ""
 
     def rounding_summary(self, given: str) -> str:
         """Text about that rounding for the user; empty if the caller chose another one."""

@@ -91,7 +91,9 @@ def _named_id(backend: tokenizers.Tokenizer, names: dict[str, Any], key: str) ->
 
 def _generation_ends(folder: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
-        value = _object(folder / name).get("eos_token_id")
+        settings = _object(folder / name)
+        text = settings.get("text_config")  # of a model that also reads images
+        value = settings.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
         if value is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(token, int) and token >= 0 for token in ids):

@@ -9,6 +9,7 @@ import mmap
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from headrace import core
 from headrace.weights.kinds import FLOATS
 from headrace.weights.source import LFS_POINTER, Chunks, TensorInfo, WeightError, foreign, is_lfs_pointer, write_chunks
+from headrace.weights.text_part import text_name, text_settings
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -43,23 +45,30 @@ class SafetensorsFolder:
     """A Hugging Face folder as a WeightSource; `config` is its config.json, `files` its safetensors files.
 
     Tensors of types other than F32, F16 and BF16 are listed, and refused when read (old files store masks and position ids).
+    text_only: the model also reads images, and `config` and the tensors are those of its text model.
     Raises WeightError if the folder holds no model or only pickled weights, a header does not fit its file, or index and shards
     disagree.
     """
 
     format: Literal["gguf", "safetensors"] = "safetensors"
+    text_only = False
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise WeightError(f"{self.path}: is not a folder; check the path")
-        self.config: dict[str, Any] = _read_json(self.path / "config.json")
+        whole = _read_json(self.path / "config.json")
+        text = text_settings(whole)
+        self.config: dict[str, Any] = whole if text is None else text
+        self.text_only = text is not None
         names = _files(self.path)
         self.files = [self.path / name for name in names]
         self._places: dict[str, tuple[np.ndarray, int]] = {}  # tensor name -> mapped file, first byte
         self._infos: dict[str, TensorInfo] = {}
         for file, expected in zip(self.files, names.values(), strict=True):
             self._add(file, expected)
+        if self.text_only:  # the folder's key and its text model's may differ
+            self.config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in self._infos)
 
     def __enter__(self) -> "SafetensorsFolder":
         return self
@@ -132,8 +141,10 @@ class SafetensorsFolder:
             verb = "lacks" if name in expected else "holds"
             raise WeightError(f"{path}: {verb} tensor {name!r}, against {INDEX}; download the folder again")
         for info in infos:
-            self._infos[info.name] = info
-            self._places[info.name] = data, starts[info.name]
+            kept = text_name(info.name) if self.text_only else info.name
+            if kept is not None:
+                self._infos[kept] = replace(info, name=kept)
+                self._places[kept] = data, starts[info.name]
 
 
 class SafetensorsFile(SafetensorsFolder):

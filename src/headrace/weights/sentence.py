@@ -25,6 +25,8 @@ POOLING_KEYS = {"pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "
 POOLING_MODES = {"cls": "first", "mean": "mean", "lasttoken": "last"}
 # Values of a GGUF file's pooling_type; 4 is a reranker's.
 POOLING_TYPES = {1: "mean", 2: "first", 3: "last"}
+# Matrices of bge-m3 for its sparse and its multi-vector output.
+OTHER_OUTPUTS = ("sparse_linear", "colbert_linear")
 ACTIVATIONS = ("Identity", "Tanh")
 # Names of the prompt for documents, in the order in which sentence-transformers looks for them.
 DOCUMENT = ("document", "passage", "corpus")
@@ -127,6 +129,11 @@ def read_sentence(path: Path, source: WeightSource, config: ModelConfig) -> Sent
             dense.append(_dense(folder))
     _check_widths(path / MODULES, config.hidden_size, dense)
     return Sentence(pooling, tuple(dense), prompts, default)
+
+
+def unread_outputs(path: Path) -> list[str]:
+    """Files of a folder for outputs that embeddings do not have: sparse and multi-vector ones."""
+    return [file.name for name in OTHER_OUTPUTS for file in sorted(path.glob(f"{name}.*"))] if path.is_dir() else []
 
 
 def read_modules(path: Path) -> list[tuple[str, Path]]:

@@ -27,6 +27,7 @@ from headrace.weights.parts import stored_as
 from headrace.weights.schemes.folder import open_weights
 from headrace.weights.source import TensorInfo, WeightError, WeightSource
 from headrace.weights.store import expand
+from headrace.weights.text_part import text_settings
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # Keys of a config.json by the names of GGUF metadata after the architecture.
@@ -151,7 +152,7 @@ def _from_config(values: Mapping[str, Any], path: Path, name: str, weights: str,
     """Shape of a model without files; matrices have the number formats that `weights` gives them."""
     plain = {key: value for key, value in values.items() if key != "quantization_config"}
     chosen = number_format(weights) if weights else _format_of(values)
-    source = PlannedSource(path, "safetensors", plain)
+    source = PlannedSource(path, "safetensors", text_settings(plain) or plain)
     try:
         config = read_config(source)
     except WeightError as error:

@@ -37,8 +37,8 @@ SCHEMES: dict[str, Callable[[SafetensorsFolder, Mapping[str, Any]], SchemeReader
 class QuantizedFolder:
     """A safetensors folder and the scheme that reads its matrices; other tensors are read by the folder.
 
-    config: config.json without quantization_config. activations: rounding of inputs that it asks for ("auto", "token",
-    "tensor").
+    config: config.json without quantization_config. text_only: as of the folder. activations: rounding of inputs that it asks
+    for ("auto", "token", "tensor").
     """
 
     format: Literal["gguf", "safetensors"] = "safetensors"
@@ -46,6 +46,7 @@ class QuantizedFolder:
     def __init__(self, folder: SafetensorsFolder, scheme: SchemeReader, activations: str = "auto") -> None:
         self.path, self.files = folder.path, folder.files
         self.config = {key: value for key, value in folder.config.items() if key != SETTINGS}
+        self.text_only = folder.text_only
         self.scheme, self.activations = scheme, activations
         self._folder = folder
         self._of = {part: name for name, matrix in scheme.matrices.items() for part in matrix.stored}
