@@ -73,14 +73,14 @@ def by_torch(make: Callable[..., KVPool]) -> list[np.ndarray]:
 
 
 def rounded_pool(format: str, centred: bool = True) -> Callable[..., KVPool]:
-    shift = torch.from_numpy(centre()).view(kv_shape(offset().config)) if centred else None
+    shift = dict(enumerate(torch.from_numpy(centre()).view(kv_shape(offset().config)))) if centred else None
     return lambda *sizes: KVPool(*sizes, rounding=Rounded(format, shift))
 
 
 def by_core(kv_dtype: str, centred: bool = True) -> list[np.ndarray]:
     """Not centred: K is less nothing, its bias neither."""
     shift = centre() if centred else np.zeros_like(centre())
-    return Feeder(native_program(offset(), kv_dtype=kv_dtype, centre=shift), TEXTS).whole()
+    return Feeder(native_program(offset(), kv_dtype=kv_dtype, centre=dict(enumerate(shift))), TEXTS).whole()
 
 
 def apart(one: list[np.ndarray], other: list[np.ndarray]) -> float:
@@ -130,19 +130,18 @@ def test_centred_keys_lose_less_in_4_bits() -> None:
 def test_torch_and_the_core_subtract_the_same_common_bias(tmp_path: Path) -> None:
     """Where a file says nothing, in engines too. The control: without it more is lost."""
     shift = k_shifts(offset(), lambda layer: None if layer.bias is None else layer.bias.float().numpy())
-    assert shift is not None
     core = k_shifts(offset(), packed(offset()).bias)
-    assert core is not None
-    assert np.array_equal(shift, core)
-    assert shift.any(1).all()
-    common, exact = torch.from_numpy(shift).view(kv_shape(offset().config)), by_torch(KVPool)
+    assert shift.keys() == core.keys() == set(offset().config.kv_layers)
+    assert all(np.array_equal(shift[layer], core[layer]) and shift[layer].any() for layer in shift)
+    head_dim, exact = kv_shape(offset().config).head_dim, by_torch(KVPool)
+    common = {layer: torch.from_numpy(row).view(-1, head_dim) for layer, row in shift.items()}
     less = apart(by_torch(lambda *sizes: KVPool(*sizes, rounding=Rounded("int4", common))), exact)
     plain = apart(by_torch(rounded_pool("int4", False)), exact)
     print(f"less what biases have in common {less:.4f}, as it is {plain:.4f}")
     assert less < 0.9 * plain
     for name, has in (("qwen2-tied", True), ("llama-gqa", False)):
         llm = LLM(write_folder(tmp_path / name, name), backend="torch", kv_dtype="int4", max_model_len=64)
-        assert (llm.runner.programs[0].pool._rounding._centre is not None) == has  # type: ignore[attr-defined]
+        assert bool(llm.runner.programs[0].pool._rounding._centre) == has  # type: ignore[attr-defined]
         assert llm.generate(["the water"], SamplingParams(max_tokens=2, temperature=0.0))[0].error is None
 
 

@@ -110,7 +110,7 @@ def bytes_of(engine: Engine, prompt: list[int]) -> np.ndarray:
 
 def centred() -> Engine:
     centre = np.random.default_rng(0).normal(size=(2, 16)).astype(np.float32)
-    return native(kv_dtype="int4", centre=centre)
+    return native(kv_dtype="int4", centre=dict(enumerate(centre)))
 
 
 POOLS = {

@@ -10,9 +10,9 @@ import torch
 
 from headrace.backends.native.program import kv_block_bytes
 from headrace.compress.export import hf_config
-from headrace.data.config import LayerConfig, ModelConfig
+from headrace.data.config import LayerConfig
 from headrace.data.params import SamplingParams
-from headrace.kv.layout import kv_shape
+from headrace.kv.layout import KVPlace, kv_places, kv_shape
 from headrace.llm import LLM
 from headrace.models.base import Model
 from headrace.models.registry import describe, read_config
@@ -105,8 +105,11 @@ def test_kv_of_another_layer_changes_the_output(monkeypatch: pytest.MonkeyPatch)
     model = native_model("llama", num_layers=6, share=2)
     right = run_alone(model, PROMPTS[0], GREEDY), native_alone(model, PROMPTS[0], GREEDY)
     assert right[0] == right[1]
-    of = ModelConfig.kv_layer
-    monkeypatch.setattr(ModelConfig, "kv_layer", lambda self, i: min(of(self, i) + self.layers[i].shares, 2))
+    own = [layer.kv_from is None for layer in model.config.layers]
+    layers = [KVPlace(0, min(sum(own[: at + 1]) - own[at], 2)) for at in range(6)]
+    assert layers != kv_places(model.config, 0)
+    for package in ("kv.pool", "backends.native.program"):
+        monkeypatch.setattr(f"headrace.{package}.kv_places", lambda config, window: layers)
     wrong = as_bfloat16(tiny_model(model.config))
     assert run_alone(wrong, PROMPTS[0], GREEDY) != right[0]
     assert native_alone(wrong, PROMPTS[0], GREEDY) != right[1]
@@ -137,7 +140,7 @@ def test_k_and_v_take_half() -> None:
     config, half = (tiny_config(num_layers=4, share=share) for share in (1, 2))
     assert (kv_shape(config).layers, kv_shape(half).layers) == (4, 2)
     assert 2 * kv_block_bytes(half, 16) == kv_block_bytes(config, 16)
-    assert [half.kv_layer(i) for i in range(4)] == [0, 0, 1, 1]
+    assert [place.layer for place in kv_places(half, 0)] == [0, 0, 1, 1]
     assert (config.kv_share, half.kv_share, half.sharing(1)) == (1, 2, config)
     count = [sum(each.numel() for each in tiny_model(one).parameters()) for one in (config, half)]
     layer: LayerConfig = config.layers[0]

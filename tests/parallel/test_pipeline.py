@@ -208,10 +208,12 @@ def test_settings_without_a_pipeline_are_refused(model: Path, settings: dict[str
 
 def a_config(rng: np.random.Generator) -> ModelConfig:
     count = int(rng.integers(1, 9))
-    layers = tuple(
-        LayerConfig(2, 1, 8, int(rng.integers(1, 40)) * 8, shares=at > 0 and bool(rng.random() < 0.25)) for at in range(count)
-    )
-    return ModelConfig("llama", int(rng.integers(16, 400)), 16, layers, 64)
+    layers = list[LayerConfig]()
+    for _ in range(count):
+        own = [number for number, layer in enumerate(layers) if layer.kv_from is None]
+        source = int(rng.choice(own)) if own and rng.random() < 0.25 else None
+        layers.append(LayerConfig(2, 1, 8, int(rng.integers(1, 40)) * 8, kv_from=source))
+    return ModelConfig("llama", int(rng.integers(16, 400)), 16, tuple(layers), 64)
 
 
 def sizes_of(config: ModelConfig, borders: tuple[int, ...]) -> list[int]:
@@ -228,7 +230,8 @@ def sizes_of(config: ModelConfig, borders: tuple[int, ...]) -> list[int]:
 def test_cuts_are_the_best_of_all_and_keep_shared_layers_together(seed: int) -> None:
     config = a_config(np.random.default_rng(seed))
     count = config.num_layers
-    allowed = [at for at in range(1, count) if not config.layers[at].shares]
+    sources = [layer.kv_from for layer in config.layers]
+    allowed = [at for at in range(1, count) if all(source is None or source >= at for source in sources[at:])]
     for stages in range(1, len(allowed) + 2):
         cuts = [(0, *inner, count) for inner in combinations(allowed, stages - 1)]
         best = min(max(sizes_of(config, cut)) for cut in cuts)
@@ -241,10 +244,12 @@ def test_cuts_are_the_best_of_all_and_keep_shared_layers_together(seed: int) -> 
 
 
 def test_a_cut_between_layers_that_share_k_and_v_is_refused() -> None:
-    layers = tuple(LayerConfig(2, 1, 8, 16, shares=at == 1) for at in range(3))
+    layers = tuple(LayerConfig(2, 1, 8, 16, kv_from=source) for source in (None, None, 0, None))
     config = ModelConfig("llama", 16, 16, layers, 64)
-    with pytest.raises(ValueError, match="layer 1 reads the K/V of layer 0; keep them together"):
-        cut_layers(config, 2, [1, 2])
+    for sizes in ([1, 3], [2, 2]):
+        with pytest.raises(ValueError, match="layer 2 reads the K/V of layer 0; keep them together"):
+            cut_layers(config, 2, sizes)
+    assert [stage.layers for stage in cut_layers(config, 2, [3, 1])] == [range(3), range(3, 4)]
 
 
 # -- real weights -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Shares of a model: which heads, columns and tokens each rank holds."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,3 +104,12 @@ def test_the_narrowed_config_changes_only_the_widths() -> None:
 )
 def test_unsupported_worlds_are_explained(whole: ModelConfig, world: int, reason: str) -> None:
     assert unsupported_world(whole, world) == reason
+
+
+def test_layers_with_the_same_k_and_v_have_the_same_heads() -> None:
+    """Otherwise a rank would hold other K/V heads of one than of the other."""
+    whole = config(8, 4)
+    first = whole.layers[0]
+    for heads, reason in ((8, ""), (4, "layer 1 reads the K/V of layer 0, which has another number of heads; leave tp out")):
+        layers = (first, replace(first, kv_from=0, heads=heads))
+        assert unsupported_world(replace(whole, layers=layers), 2) == reason

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -44,7 +45,7 @@ class LayerConfig:
     """Sizes of one layer.
 
     ffn: intermediate width of the MLP. window: attention window in tokens, None for all. rope: None for no rotation.
-    shares: the layer has no K and V and reads those of the nearest layer below that has (cross-layer attention).
+    kv_from: number of the earlier layer whose K and V the layer reads (cross-layer attention), None if it has its own.
     """
 
     heads: int
@@ -53,7 +54,7 @@ class LayerConfig:
     ffn: int
     window: int | None = None
     rope: RopeConfig | None = None
-    shares: bool = False
+    kv_from: int | None = None
 
     @property
     def q_size(self) -> int:
@@ -68,7 +69,7 @@ class LayerConfig:
     @property
     def qkv(self) -> dict[str, int]:
         """Widths of the projections that the layer computes, by name."""
-        own = {} if self.shares else {"k": self.kv_size, "v": self.kv_size}
+        own = {} if self.kv_from is not None else {"k": self.kv_size, "v": self.kv_size}
         return {"q": self.q_size} | own
 
 
@@ -137,6 +138,28 @@ class ModelConfig:
     bucket_distance: int = 0
     audio: Audio | None = None
 
+    def __post_init__(self) -> None:
+        for at, layer in enumerate(self.layers):
+            if layer.kv_from is not None:
+                self._check_kv_from(at, layer.kv_from)
+
+    def _check_kv_from(self, at: int, source: int) -> None:
+        """Raise ValueError if layer `at` cannot read the K and V of layer `source`."""
+        if not 0 <= source < at:
+            raise ValueError(f"layer {at} has kv_from {source}, which is no earlier layer; name a layer below {at}")
+        layer, read = self.layers[at], self.layers[source]
+        if read.kv_from is not None:
+            raise ValueError(
+                f"layer {at} has kv_from {source}, and layer {source} reads the K/V of layer {read.kv_from} itself; "
+                f"name a layer with K/V of its own"
+            )
+        own, other = ((each.kv_heads, each.head_dim) for each in (layer, read))
+        if own != other:
+            raise ValueError(
+                f"layer {at} has kv_from {source}, whose K/V are {other[0]} heads of {other[1]}, and its own sizes are "
+                f"{own[0]} heads of {own[1]}; give both layers the same sizes"
+            )
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
@@ -159,13 +182,37 @@ class ModelConfig:
         0 if all layers stay in one table: there is no such window, rows see what follows them (encoders), or layers read the
         K/V of others.
         """
-        if self.encoder or self.source is not None or any(layer.shares for layer in self.layers):
+        if self.encoder or self.source is not None or self.shares_kv:
             return 0
         return max((layer.window for layer in self.layers if layer.window is not None and layer.window < context), default=0)
 
+    @property
+    def kv_layers(self) -> list[int]:
+        """Numbers of the layers with K and V of their own, ascending."""
+        return [at for at, layer in enumerate(self.layers) if layer.kv_from is None]
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether a layer reads the K and V of another."""
+        return any(layer.kv_from is not None for layer in self.layers)
+
     def kv_layer(self, layer: int) -> int:
-        """Index in the KV pool of the K and V that a layer reads. Pools hold only layers with K and V of their own."""
-        return sum(not each.shares for each in self.layers[: layer + 1]) - 1
+        """Number of the layer whose K and V a layer reads: its own, or `kv_from`."""
+        source = self.layers[layer].kv_from
+        return layer if source is None else source
+
+    def of_layers(self, numbers: Sequence[int]) -> "ModelConfig":
+        """The config with only these layers (ascending), and `kv_from` by their new numbers.
+
+        Raises ValueError if one of them reads the K/V of a layer that is left out.
+        """
+        layers = []
+        for number in numbers:
+            layer = self.layers[number]
+            if layer.kv_from is not None and layer.kv_from not in numbers:
+                raise ValueError(f"layer {number} reads the K/V of layer {layer.kv_from}; keep them together")
+            layers.append(layer if layer.kv_from is None else replace(layer, kv_from=numbers.index(layer.kv_from)))
+        return replace(self, layers=tuple(layers))
 
     def within(self, context: int | None) -> "ModelConfig":
         """The config for contexts of at most `context` tokens: longrope has its short divisors up to its original context.
@@ -180,19 +227,31 @@ class ModelConfig:
 
         Source: Brandon et al. 2024, arXiv 2405.12981.
         """
-        layers = (replace(layer, shares=at % neighbours > 0) for at, layer in enumerate(self.layers))
+        firsts = (at - at % neighbours for at in range(self.num_layers))
+        layers = (
+            replace(layer, kv_from=None if first == at else first)
+            for at, (layer, first) in enumerate(zip(self.layers, firsts, strict=True))
+        )
         return replace(self, layers=tuple(layers))
 
     @property
     def kv_share(self) -> int:
-        """Number of layers that share the first layer's K and V, 1 if each has its own."""
-        return next((at for at in range(1, self.num_layers) if not self.layers[at].shares), self.num_layers)
+        """The number of neighbours with which `sharing` made the config, 1 if each layer has its own K and V.
+
+        Raises ValueError if the layers read the K and V of others in another pattern.
+        """
+        if not self.shares_kv:
+            return 1
+        share = next((at for at in range(1, self.num_layers) if self.layers[at].kv_from is None), self.num_layers)
+        if self.sharing(share) != self:
+            raise ValueError(f"the layers of this {self.architecture} model do not share K and V by groups of neighbours")
+        return share
 
     @property
     def each_layer(self) -> LayerConfig:
         """The sizes of a layer, if all layers are equal. Raises ValueError otherwise."""
         if len(set(self.layers)) != 1:
-            why = ", as some share K and V of others: begin with its original" if self.kv_share > 1 else ""
+            why = ", as some share K and V of others: begin with its original" if self.shares_kv else ""
             raise ValueError(f"the layers of this {self.architecture} model are not all alike{why}")
         return self.layers[0]
 

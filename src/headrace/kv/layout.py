@@ -46,19 +46,24 @@ class KVPlace(NamedTuple):
 
 
 def kv_places(config: ModelConfig, window: int) -> list[KVPlace]:
-    """The places of the layers with K/V of their own. Layers with a window of at most `window` tokens are in pool 1."""
-    counts, places = [0, 0], []
+    """The places of the K/V that each of the model's layers reads.
+
+    Layers with a window of at most `window` tokens are in pool 1. A layer that reads another's K/V has that layer's place.
+    """
+    counts, places = [0, 0], list[KVPlace]()
     for layer in config.layers:
-        if not layer.shares:
-            pool = int(layer.window is not None and layer.window <= window)
-            places.append(KVPlace(pool, counts[pool]))
-            counts[pool] += 1
+        if layer.kv_from is not None:
+            places.append(places[layer.kv_from])
+            continue
+        pool = int(layer.window is not None and layer.window <= window)
+        places.append(KVPlace(pool, counts[pool]))
+        counts[pool] += 1
     return places
 
 
 def kv_shapes(config: ModelConfig, window: int) -> list[KVShape]:
     """The shapes of a model's pools: one, or two with a window."""
-    shape, places = kv_shape(config), kv_places(config, window)
+    shape, places = kv_shape(config), set(kv_places(config, window))
     return [shape._replace(layers=sum(place.pool == pool for place in places)) for pool in range(2 if window else 1)]
 
 
@@ -67,4 +72,4 @@ def kv_shape(config: ModelConfig) -> KVShape:
     shapes = {(layer.kv_heads, layer.head_dim) for layer in config.layers} or {(1, 1)}
     if len(shapes) > 1:
         raise ValueError(f"a pool holds K and V of one shape, and this {config.architecture} has {sorted(shapes)}")
-    return KVShape(sum(not layer.shares for layer in config.layers), *shapes.pop())
+    return KVShape(len(config.kv_layers), *shapes.pop())

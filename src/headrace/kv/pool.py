@@ -19,7 +19,7 @@ class KVPool:
     NaN by accident. A flat position is block * block_size + offset. K is stored as attention uses it, after norm and rotary.
     rounding: applied to k and v [n, kv_heads, head_dim] of a layer before they are stored.
     window, window_blocks: layers with a window of at most `window` tokens are in a pool of their own, `parts[1]`.
-    places: pool and layer of each layer with K/V.
+    places: pool and layer of the K/V that each of the model's layers reads.
 
     Source: Kwon et al., "PagedAttention", arXiv 2309.06180.
     """
@@ -120,10 +120,11 @@ class FreshPool(KVPool):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(replace(config, layers=config.layers[:1]), num_blocks, block_size, dtype, device)
+        self._config = config
         self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._written.get(layer) or super().kv(0)
+        return self._written.get(self._config.kv_layer(layer)) or super().kv(0)
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         empty, shape = self._flats[0][0, 0], self.data[0, 0].shape

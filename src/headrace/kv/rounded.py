@@ -1,6 +1,6 @@
 """K/V in fewer bits, in torch: the numbers that the native core's pools store. The reference of its kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -56,15 +56,15 @@ FORMATS: dict[str, tuple[Rounding, Rounding]] = {  # of K and of V
 
 
 class Rounded:
-    """Rounding of a KVPool: K/V have the values of a format of FORMATS, without its memory. centre: constant subtracted from K
-    [layers, kv_heads, head_dim]."""
+    """Rounding of a KVPool: K/V have the values of a format of FORMATS, without its memory. centre: constants subtracted
+    from K, [kv_heads, head_dim] by layer; layers without one keep their K."""
 
-    def __init__(self, format: str, centre: torch.Tensor | None = None) -> None:
+    def __init__(self, format: str, centre: Mapping[int, torch.Tensor] | None = None) -> None:
         self._of_k, self._of_v = FORMATS[format]
-        self._centre = centre
+        self._centre = centre or {}
 
     def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(k.dtype, torch.float32)
-        if self._centre is not None:
+        if layer in self._centre:
             k = k - self._centre[layer].to(k.device, wide)
         return self._of_k(k.to(wide)), self._of_v(v.to(wide))

@@ -14,7 +14,7 @@ class LlamaLayer(Group):
         self.attn_norm = Norm(c.hidden_size, c.norm_eps)
         self.qkv = Linear(c.hidden_size, layer.qkv, bias=c.qkv_bias, split=True, rows="heads")
         self.q_norm = Norm(layer.head_dim, c.norm_eps) if c.qk_norm else None
-        self.k_norm = Norm(layer.head_dim, c.norm_eps) if c.qk_norm and not layer.shares else None
+        self.k_norm = Norm(layer.head_dim, c.norm_eps) if c.qk_norm and layer.kv_from is None else None
         self.out = Linear(layer.q_size, c.hidden_size, bias=c.out_bias, columns="heads")
         self.mlp_norm = Norm(c.hidden_size, c.norm_eps)
         self.gate_up = Linear(c.hidden_size, {"gate": layer.ffn, "up": layer.ffn}, bias=c.mlp_bias, rows="ffn")
@@ -46,7 +46,7 @@ class Llama(Model):
             k,
             v,
             ctx,
-            c.kv_layer(i),
+            i,
             rope=self.ropes[i],
             q_norm=block.q_norm,
             k_norm=block.k_norm,

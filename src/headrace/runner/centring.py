@@ -7,7 +7,7 @@ scores of all tokens, and their rounding was most of the error of attention.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,11 @@ TURN = math.pi / 3  # a vector turned by less, minus its first position, is no l
 
 
 def k_shift(
-    segment: Segment, node: Node, biases: Biases, config: ModelConfig, centre: np.ndarray | None = None
+    segment: Segment, node: Node, biases: Biases, config: ModelConfig, centre: Mapping[int, np.ndarray] | None = None
 ) -> np.ndarray | None:
     """The constant to subtract from K [kv_heads * head_dim] of an attention node after rotation; None for none.
 
-    centre: mean keys [layers, kv_heads * head_dim]. Without it, the bias of those pairs that the rotation turns by less than a
+    centre: mean keys [kv_heads * head_dim] by layer. Without it, the bias of those pairs that the rotation turns by less than a
     sixth of a turn within the context. None also if anything but softmax reads the scores.
     """
     settings = node.settings
@@ -48,24 +48,19 @@ def k_shift(
     return shift if shift.any() else None
 
 
-def k_shifts(model: Model, biases: Biases) -> np.ndarray | None:
-    """The constants of all layers with their own K, for a file without mean keys: float32 [layers, kv_heads * head_dim]; None
-    if there are none, or if the model cannot be recorded."""
+def k_shifts(model: Model, biases: Biases) -> dict[int, np.ndarray]:
+    """The constants for a file without mean keys, float32 [kv_heads * head_dim] by layer; none if the model cannot be
+    recorded."""
     try:
         layers = record(model, embeds=False).layers
     except RecordError:
-        return None
+        return {}
     shifts = {}
     for segment in layers:
         for node in segment.nodes:
             if node.op == "attention" and (shift := k_shift(segment, node, biases, model.config)) is not None:
                 shifts[node.settings["layer"]] = shift
-    if not shifts:
-        return None
-    result = np.zeros((sum(not layer.shares for layer in model.config.layers), len(next(iter(shifts.values())))), np.float32)
-    for layer, shift in shifts.items():
-        result[layer] = shift
-    return result
+    return shifts
 
 
 def _bias(segment: Segment, value: int, biases: Biases) -> np.ndarray | None:

@@ -99,7 +99,7 @@ def heads_config(kind: str, target: ModelConfig) -> ModelConfig:
         architecture="llama",
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        layers=(replace(like, window=None, rope=rope),) if kind == FEATURE else (),
+        layers=(replace(like, window=None, rope=rope, kv_from=None),) if kind == FEATURE else (),
         max_position=target.max_position,
         norm_eps=target.norm_eps,
         tied_head=target.tied_head,

@@ -49,7 +49,7 @@ class Streamed:
     ) -> None:
         """pool: makes the K/V store of a model, for the tokens of a text."""
         self.model = describe(read_config(source))
-        if self.model.config.kv_share > 1:
+        if self.model.config.shares_kv:
             raise ValueError(f"{source.path}: layers that share K and V do not go one by one; begin with the original")
         self.dtype = dtype
         self._pool = pool

@@ -34,7 +34,7 @@ def check_maps(teacher: ModelConfig, student: ModelConfig) -> None:
     """Raise ValueError if the attention maps of both models cannot be compared."""
     if {layer.heads for layer in teacher.layers} != {layer.heads for layer in student.layers}:
         raise ValueError("attention maps are compared head by head, and the student has other heads; leave them out")
-    if student.kv_share > 1:
+    if student.shares_kv:
         raise ValueError("layers that share K and V have no own keys to compare; leave the loss attention out")
 
 

@@ -64,8 +64,8 @@ class SpanTrial:
 
     def sublayers(self, layer: int) -> tuple[int, ...]:
         """Return the sublayers of a layer that a span may skip: not an attention whose K and V a layer above reads."""
-        above = self.runner.target.config.layers[layer + 1 :]
-        return (MLP,) if above and above[0].shares else (ATTENTION, MLP)
+        read = any(above.kv_from == layer for above in self.runner.target.config.layers)
+        return (MLP,) if read else (ATTENTION, MLP)
 
     def rate(self, span: Span, repeats: int = 5) -> SpanReport:
         """Measure a span: agreement over all texts, and the median time of `repeats` steps."""

@@ -116,8 +116,8 @@ def shared_layers(wanted: str, config: ModelConfig) -> int:
     number = wanted.removeprefix("share=")
     if not number.isdecimal() or not 2 <= int(number) <= config.num_layers:
         raise ValueError(f"share=N: the number of layers that share K and V must be 2 to {config.num_layers}, not {number!r}")
-    if config.kv_share > 1:
-        raise ValueError(f"layers share K and V already, {config.kv_share} at a time; begin with the original")
+    if config.shares_kv:
+        raise ValueError("layers share K and V already; begin with the original")
     return int(number)
 
 
@@ -128,7 +128,7 @@ def _of_layers(kept: list[int], opened: Opened, share: int = 1) -> Student:
     A layer is paired with the last layer before the next kept one.
     """
     whole = opened.config
-    config = replace(whole, layers=tuple(whole.layers[index] for index in kept))
+    config = whole.of_layers(kept)
     model = describe(config.sharing(share) if share > 1 else config)
     plans = plan(describe(whole), opened.source)
     for path, holder in model.holders():

@@ -1,6 +1,7 @@
 """K/V settings stored in a model file: a number format, and key means that are subtracted from every stored key."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ class KVSettings:
 
     format: str
     centre: np.ndarray
+
+    def by_layer(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
+        """`centre` by layer. numbers: of the layers with K/V of their own, ascending."""
+        return dict(zip(numbers, self.centre, strict=True))
 
     def metadata(self) -> dict[str, Any]:
         """Metadata of a GGUF file."""

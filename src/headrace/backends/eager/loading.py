@@ -83,8 +83,8 @@ def _rounding(opened: Opened, model: Model, kv_dtype: str) -> Rounded | None:
         return None
     shape = kv_shape(opened.config)
     settings = kv_settings(opened.source, shape)
-    shift = k_shifts(model, _bias) if settings is None else settings.centre
-    return Rounded(kv_dtype, None if shift is None else torch.tensor(shift).view(shape))
+    shifts = k_shifts(model, _bias) if settings is None else settings.by_layer(opened.config.kv_layers)
+    return Rounded(kv_dtype, {layer: torch.tensor(shift).view(-1, shape.head_dim) for layer, shift in shifts.items()})
 
 
 def _bias(layer: Linear) -> np.ndarray | None:

@@ -63,7 +63,7 @@ def lower(
     threshold: float = 0.0,
     head_ids: np.ndarray | None = None,
     enter: "Callable[[Lowered, Ropes, Buffers], None] | None" = None,
-    centre: np.ndarray | None = None,
+    centre: Mapping[int, np.ndarray] | None = None,
     windows: Any = None,
     places: Mapping[int, KVPlace] | None = None,
     group: RankGroup | None = None,
@@ -72,7 +72,7 @@ def lower(
 ) -> Lowered:
     """Lower a recorded model to a program over the KV pool `kv`, and the pool `windows` of layers with a window.
 
-    places: pool and layer of the model's layers with K/V; None: all are in `kv`. head_ids: token ids (ascending) with logits,
+    places: pool and layer of the K/V of the model's layers; None: all are in `kv`. head_ids: token ids (ascending) with logits,
     None for all. enter: adds phases before the first layer. centre: shift of K for `k_shift`. entry_width: columns of the input
     rows that the first layer reads; 0: all. activations, threshold: rounding of the inputs of integer layers (group, token,
     split, tensor). Except for groups the scale depends on a whole row, or on the layer, so attention and gates return rows that
@@ -117,7 +117,7 @@ class Lowering:
         fuse: frozenset[str],
         head_ids: np.ndarray | None = None,
         activations: str = "group",
-        centre: np.ndarray | None = None,
+        centre: Mapping[int, np.ndarray] | None = None,
         places: Mapping[int, KVPlace] | None = None,
     ) -> None:
         self.made = made

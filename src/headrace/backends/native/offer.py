@@ -73,7 +73,7 @@ def stage_bytes(config: ModelConfig, source: WeightSource, settings: TargetSetti
     """Bytes of the packed weights and of the K/V of a pipeline's stage."""
     sizes = packed_sizes(describe(config), source, settings.quantize)
     weights = sum(size.nbytes for size in sizes if of_stage(size.path, layers, config))
-    held = replace(config, layers=config.layers[layers.start : layers.stop])
+    held = config.of_layers(layers)
     blocks = (settings.num_blocks, settings.window_blocks)
     of_pools = pool_block_bytes(held, BLOCK_SIZE, settings.kv_dtype, settings.window)
     return weights + sum(count * size for count, size in zip(blocks, of_pools, strict=False))
@@ -96,7 +96,8 @@ def load_target(
     own = config if group is None else group.share.narrowed()
     model, centre = describe(own.within(settings.context)), _centre(config, source)
     if group is not None and centre is not None:
-        centre = np.ascontiguousarray(centre[:, group.share.layers[0].cut("heads", "k")])
+        held = group.share.layers
+        centre = {layer: np.ascontiguousarray(mean[held[layer].cut("heads", "k")]) for layer, mean in centre.items()}
     weights = weights_in_file(model, source, settings, shared) if on_disk or shared is not None else None
     stage |= {"window": settings.window, "window_blocks": settings.window_blocks}
     return NativeProgram(model, source, weights=weights, centre=centre, pack=False, group=group, **stage, **settings.program)
@@ -155,9 +156,9 @@ def _shares(recipe: Recipe) -> bool:
     return settings.tp == 1 and settings.pp == 1 and recipe.layers is None and not settings.offload
 
 
-def _centre(config: ModelConfig, source: WeightSource) -> np.ndarray | None:
+def _centre(config: ModelConfig, source: WeightSource) -> dict[int, np.ndarray] | None:
     kept = kv_settings(source, kv_shape(config))
-    return None if kept is None else kept.centre
+    return None if kept is None else kept.by_layer(config.kv_layers)
 
 
 class NativeBackend:

@@ -4,9 +4,8 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -92,8 +91,8 @@ def scratch_bytes(encoder: Any, block_size: int, max_positions: int) -> int:
 class NativeProgram:
     """A model lowered to the native core, with its paged KV pool.
 
-    kv_dtype: auto (bfloat16), bfloat16, int8, int4 or float32. centre: [layers, KV heads * head size], subtracted from K before
-        it is stored.
+    kv_dtype: auto (bfloat16), bfloat16, int8, int4 or float32. centre: [KV heads * head size] by layer, subtracted from K
+        before it is stored.
     activations: rounding of the inputs of integer weights to int8: auto, group (one scale for 32 columns), token (one per row),
         split (as auto, but up to 64 columns of a row with values of `threshold` or more are multiplied in float32), tensor (the
         file's scale, one per layer; token if the file has none).
@@ -120,7 +119,7 @@ class NativeProgram:
         block_size: int,
         max_positions: int,
         kv_dtype: str = "auto",
-        centre: np.ndarray | None = None,
+        centre: Mapping[int, np.ndarray] | None = None,
         activations: str = "auto",
         threshold: float = OUTLIERS,
         threads: int = 0,
@@ -264,18 +263,16 @@ def _pools(
     config: ModelConfig, places: Iterable[KVPlace], num_blocks: int, window_blocks: int, block_size: int, dtype: str
 ) -> tuple[Any, Any]:
     """The pool of all layers that see all tokens, and that of window layers, None if there are none."""
-    (_, heads, head_dim), counts = kv_shape(config), Counter(place.pool for place in places)
+    (_, heads, head_dim), counts = kv_shape(config), Counter(place.pool for place in set(places))
     make = core.module().KVPool
     windows = make(counts[1], window_blocks, block_size, heads, head_dim, dtype) if counts[1] else None
     return make(counts[0], num_blocks, block_size, heads, head_dim, dtype), windows
 
 
 def _kv_places(config: ModelConfig, layers: range | None, window: int) -> dict[int, KVPlace]:
-    """Places of those of the model's layers with K/V that belong to `layers`, by their number among all layers with K/V."""
-    if layers is None:
-        return dict(enumerate(kv_places(config, window)))
-    own = replace(config, layers=config.layers[layers.start : layers.stop])
-    return dict(enumerate(kv_places(own, window), config.kv_layer(layers.start)))
+    """Places of the K/V of the model's layers, or of `layers` alone, by the number of the layer."""
+    held = range(config.num_layers) if layers is None else layers
+    return dict(zip(held, kv_places(config.of_layers(held), window), strict=True))
 
 
 @contextmanager

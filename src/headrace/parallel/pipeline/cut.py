@@ -24,7 +24,7 @@ def cut_layers(config: ModelConfig, stages: int, sizes: Sequence[int] = ()) -> t
 
     A layer that reads the K/V of a layer below it stays with that layer. Raises ValueError for a cut that cannot be made.
     """
-    count, ends = config.num_layers, _ends(config)
+    count, ends = config.num_layers, possible_ends(config)
     if stages < 1 or stages > len(ends):
         parted = "" if len(ends) == count else f", of which {len(ends)} groups share no K/V"
         raise ValueError(f"pp={stages}: the model has {count} layers{parted}; use pp of 1 to {len(ends)}")
@@ -34,9 +34,8 @@ def cut_layers(config: ModelConfig, stages: int, sizes: Sequence[int] = ()) -> t
         borders = [sum(sizes[:at]) for at in range(stages + 1)]
         for border in borders[1:-1]:
             if border not in ends:
-                raise ValueError(
-                    f"stages {_listed(sizes)}: layer {border} reads the K/V of layer {border - 1}; keep them together"
-                )
+                reader, read = _across(config, border)[0]
+                raise ValueError(f"stages {_listed(sizes)}: layer {reader} reads the K/V of layer {read}; keep them together")
     else:
         borders = _balanced(config, stages, ends)
     return tuple(Stage(at, range(borders[at], borders[at + 1])) for at in range(stages))
@@ -46,9 +45,14 @@ def _listed(sizes: Sequence[int]) -> str:
     return ",".join(map(str, sizes))
 
 
-def _ends(config: ModelConfig) -> list[int]:
+def possible_ends(config: ModelConfig) -> list[int]:
     """Numbers of layers after which a cut can be made, ascending; the last one is all layers."""
-    return [at for at in range(1, config.num_layers + 1) if at == config.num_layers or not config.layers[at].shares]
+    return [at for at in range(1, config.num_layers + 1) if not _across(config, at)]
+
+
+def _across(config: ModelConfig, border: int) -> list[tuple[int, int]]:
+    """The layers from `border` on that read the K/V of a layer below it, each with that layer."""
+    return [(at, read) for at in range(border, config.num_layers) if (read := config.kv_layer(at)) < border]
 
 
 def _balanced(config: ModelConfig, stages: int, ends: list[int]) -> list[int]:

@@ -95,6 +95,8 @@ def unsupported_world(config: ModelConfig, world: int) -> str:
     if world not in WORLDS:
         return f"tp must be 1, 2, 4 or 8, not {world}"
     for at, layer in enumerate(config.layers):
+        if layer.heads != config.layers[read := config.kv_layer(at)].heads:
+            return f"layer {at} reads the K/V of layer {read}, which has another number of heads; leave tp out"
         for what, size, unit in (
             (f"{layer.heads} heads of {layer.head_dim}", layer.q_size, head_unit(layer.head_dim)),
             (f"an MLP of {layer.ffn} columns", layer.ffn, UNIT),

@@ -273,7 +273,7 @@ def _layer(config: ModelConfig, layer: LayerConfig, sizes: list[PackedSize]) -> 
         linears=tuple(_linear(path.rpartition(".")[2], parts) for path, parts in groupby(matrices, lambda size: size.path)),
         vectors=sum(size.nbytes for size in sizes if not size.columns),
         window=layer.window,
-        owns_kv=not layer.shares,
+        owns_kv=layer.kv_from is None,
         post_norms=any(name.endswith("post_norm") for name in names),
     )
 

@@ -9,7 +9,7 @@ from headrace.backends.memory import window_blocks
 from headrace.backends.native.encoder import scratch_blocks
 from headrace.data.plan import MAX_NODES
 from headrace.kv.layout import PAGE
-from headrace.parallel.pipeline.cut import even_borders
+from headrace.parallel.pipeline.cut import even_borders, possible_ends
 from headrace.startup.fit.shapes import SEGMENTS, TILE, LayerShape, Linear, ModelShape
 
 # Bytes of a process before it opens a model: Python, the core, the engine.
@@ -182,7 +182,10 @@ def stages(shape: ModelShape, layout: Layout) -> list[range]:
         return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     costs = [sum(linear.weights for linear in layer.linears) for layer in shape.layers]
     count = len(costs)
-    ends = [end for end in range(1, count + 1) if end == count or shape.layers[end].owns_kv]
+    if shape.config is not None:
+        ends = possible_ends(shape.config)
+    else:
+        ends = [end for end in range(1, count + 1) if end == count or shape.layers[end].owns_kv]
     if len(ends) < layout.pp:
         raise ValueError(f"{layout.pp} stages: the layers that share K/V cannot be divided into them; lower --pp")
     tables = sum(table.weights for table in shape.tables)
