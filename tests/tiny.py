@@ -40,8 +40,9 @@ ROPES: dict[str, Callable[[int], RopeConfig]] = {
 
 def tiny_config(architecture: str = "llama", **changes: Any) -> ModelConfig:
     """Two layers, four heads over two K/V heads. `changes` are of the model, or of each of its layers; `num_layers` and, of
-    gemma, which of them slide; `share`: how many neighbours read one layer's K and V."""
-    share = changes.pop("share", 1)
+    gemma, which of them slide; `share`: how many neighbours read one layer's K and V; `kv_from`: by layer, the one whose
+    K and V it reads."""
+    share, sources = changes.pop("share", 1), changes.pop("kv_from", None)
     layer: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "rope": RopeConfig()}
     model: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "max_position": 512}
     slides = [False] * changes.pop("num_layers", 2)
@@ -65,7 +66,11 @@ def tiny_config(architecture: str = "llama", **changes: Any) -> ModelConfig:
     sliding = replace(each, window=12, rope=RopeConfig(theta=1000.0))
     each = replace(each, rope=None) if architecture in ("smollm3", "exaone4") else each
     model |= {name: value for name, value in changes.items() if name not in numbers}
-    return ModelConfig(architecture, layers=tuple(sliding if slid else each for slid in slides), **model).sharing(share)
+    layers = [sliding if slid else each for slid in slides]
+    if sources is not None:
+        layers = [replace(layer, kv_from=source) for layer, source in zip(layers, sources, strict=True)]
+    config = ModelConfig(architecture, layers=tuple(layers), **model)
+    return config if share == 1 else config.sharing(share)
 
 
 def tiny_model(config: ModelConfig | None = None, dtype: torch.dtype = torch.float64, seed: int = 0) -> Model:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from headrace.backends.eager.program import EagerProgram
+from headrace.data.config import ModelConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import WINDOWS
 from headrace.drafting.speculation import Speculation
@@ -33,6 +34,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"slides": (True, False)}),
     "exaone4": ("exaone4", {"slides": (False, True)}),
     "mistral": ("llama", {"window": WINDOW}),
+    # The last layers read the K/V of an earlier layer of their kind, which is not the nearest.
+    "reading": ("gemma3_text", {"slides": (True, False, True, False, True, False), "kv_from": (None, None, None, None, 0, 1)}),
 }
 
 
@@ -220,6 +223,23 @@ def test_controls(where: str, control: Callable[[pytest.MonkeyPatch], None], mon
         return True
 
     assert wrong() or wrong()
+
+
+def test_a_layer_that_sees_all_tokens_keeps_the_k_and_v_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of a layer with a window, so both stay in one pool. Control: a window pool for them changes outputs."""
+    model = tiny_model(tiny_config("gemma3_text", slides=(True, False), kv_from=(None, 0)))
+    prompt, params = list(range(60)), SamplingParams(temperature=0.0, max_tokens=8)
+
+    def output() -> list[int]:
+        engine = tiny_engine(model, budget=16)
+        request = engine.add(prompt, params)
+        finish(engine)
+        return tokens_of(request)[0]
+
+    wanted = run_alone(model, prompt, params)
+    assert output() == wanted
+    monkeypatch.setattr(ModelConfig, "shared_window", lambda self, context: WINDOW)
+    assert output() != wanted
 
 
 def test_a_second_turn_computes_its_new_tokens(gemma: Side) -> None:

@@ -141,4 +141,8 @@ def test_pools_of_a_config() -> None:
     assert [shape.layers for shape in kv_shapes(config, 40)] == [2, 2]
     assert config.shared_window(30) == 12
     assert config.shared_window(12) == replace(config, encoder=True).shared_window(500) == 0
-    assert config.sharing(2).shared_window(500) == 0
+    assert config.sharing(2).shared_window(500) == 0  # layer 1 sees all tokens and reads layer 0
+    reads = replace(config, layers=(*layers, *(replace(layers[at], kv_from=at) for at in (2, 1))))
+    assert (reads.shared_window(500), [tuple(place) for place in kv_places(reads, 40)][-2:]) == (40, [(1, 1), (0, 0)])
+    within = replace(config, layers=(*layers, replace(layers[0], kv_from=1)))  # a window over K/V that are all kept
+    assert (within.shared_window(500), kv_places(within, 40)[-1]) == (40, (0, 0))

@@ -179,12 +179,14 @@ class ModelConfig:
         """Number of tokens that the window layers' own block table keeps for contexts of `context` tokens: the largest window
         below that.
 
-        0 if all layers stay in one table: there is no such window, rows see what follows them (encoders), or layers read the
-        K/V of others.
+        0 if all layers stay in one table: there is no such window, rows see what follows them (encoders), or a layer outside
+        the window reads the K/V of a layer with it, which gives blocks up.
         """
-        if self.encoder or self.source is not None or self.shares_kv:
+        if self.encoder or self.source is not None:
             return 0
-        return max((layer.window for layer in self.layers if layer.window is not None and layer.window < context), default=0)
+        window = max((each.window for each in self.layers if each.window is not None and each.window < context), default=0)
+        slides = [each.window is not None and each.window <= window for each in self.layers]
+        return 0 if any(slides[self.kv_layer(at)] and not slides[at] for at in range(self.num_layers)) else window
 
     @property
     def kv_layers(self) -> list[int]:

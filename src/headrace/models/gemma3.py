@@ -14,7 +14,7 @@ class Gemma3Layer(Group):
         self.attn_norm = Norm(c.hidden_size, c.norm_eps)
         self.qkv = Linear(c.hidden_size, layer.qkv, bias=c.qkv_bias, split=True, rows="heads")
         self.q_norm = Norm(layer.head_dim, c.norm_eps) if c.qk_norm else None
-        self.k_norm = Norm(layer.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = Norm(layer.head_dim, c.norm_eps) if c.qk_norm and layer.kv_from is None else None
         self.out = Linear(layer.q_size, c.hidden_size, bias=c.out_bias, columns="heads")
         self.attn_post_norm = Norm(c.hidden_size, c.norm_eps)
         self.mlp_norm = Norm(c.hidden_size, c.norm_eps)
@@ -37,7 +37,8 @@ class Gemma3(Model):
 
     def layer(self, i: int, x: Value, ctx: Any) -> Value:
         c, block = self.config, self.layers[i]
-        q, k, v = linear(norm(x, block.attn_norm), block.qkv, ctx)
+        q, *own = linear(norm(x, block.attn_norm), block.qkv, ctx)
+        k, v = own or (None, None)
         attended = attention(
             q,
             k,

@@ -4,7 +4,7 @@ EXPERTS = "layers of experts"
 STATE = "layers with a state (state-space, convolution, linear attention)"
 LATENT = "attention with latent keys and values"
 SPARSE = "learned sparse attention"
-INPUTS = "inputs for each layer and keys shared by type of layer"
+INPUTS = "inputs for each layer and a norm of values"
 IMAGES = "its images; take the text model's GGUF file"
 
 MISSING: dict[str, tuple[str, ...]] = {

@@ -213,7 +213,9 @@ class ModelShape:
 
     def window(self, context: int) -> int:
         """Number of tokens that window layers keep in a pool of their own, 0 if there is none (`ModelConfig.shared_window`)."""
-        if self.encoder or self.sides > 1 or not all(layer.owns_kv for layer in self.layers):
+        if self.config is not None:
+            return self.config.shared_window(context)
+        if not all(layer.owns_kv for layer in self.layers):
             return 0
         return max((layer.window for layer in self.layers if layer.window is not None and layer.window < context), default=0)
 
