@@ -64,15 +64,28 @@ HEADRACE_INLINE const float* bias_of(const Tile& tile, int r, int start) {
     return task.bias.lines + (int64_t)head * bias_width(most) + (held - first);
 }
 
+// Whether a row's scores are the products as they are: no scales of the tokens, no soft cap, no distance bias.
+template <class Pool>
+HEADRACE_INLINE bool plain_scores(const AttentionTask& task) {
+    return !Pool::kScaled && task.softcap == 0.0f && !task.bias.lines;
+}
+
 // Prepares a row's scores for the softmax: scales of the tokens, soft cap, distance bias, -inf for tokens that the row
 // does not see. Returns the largest score.
 template <class Pool>
 HEADRACE_INLINE float mask_scores(const Tile& tile, int r, ChunkView view, float* scores, const ChunkPages& chunk) {
     const AttentionTask& task = tile.task;
+    const bool plain = plain_scores<Pool>(task);
+    const AttentionRow row = tile.row(r);
     Lanes16 largest;
     for (int p = 0; p < kParts; ++p) largest.part[p] = set_f32(kUnseen);
     for (int b = 0; b < chunk.count; ++b) {
-        const uint32_t seen = view.open ? 0xffff : seen_in_page(tile.row(r), view.start + b * kPageTokens);
+        const uint32_t seen = view.open ? 0xffff : seen_in_page(row, view.start + b * kPageTokens);
+        if (plain && seen == 0xffff) {
+            for (int p = 0; p < kParts; ++p)
+                largest.part[p] = max(largest.part[p], load_f32(scores + b * kPageTokens + p * kLanes));
+            continue;
+        }
         const float* bias = bias_of(tile, r, view.start + b * kPageTokens);
         for (int p = 0; p < kParts; ++p) {
             float* at = scores + b * kPageTokens + p * kLanes;
@@ -103,7 +116,7 @@ template <class Pool, int rows>
 HEADRACE_INLINE void softmax_update(const Tile& tile, int first, ChunkView view, float* scores, const ChunkPages& chunk,
                                     float* keep, typename Pool::Weights& weights) {
     const AttentionTask& task = tile.task;
-    const bool plain = view.open && !Pool::kScaled && task.softcap == 0.0f && !task.bias.lines;
+    const bool plain = view.open && plain_scores<Pool>(task);
     const float unit = (task.softcap != 0.0f ? task.softcap : task.scale) * kLog2E;  // scores to exponents of 2
     float largest[16], top[16];
     for (int r = 0; r < rows; ++r) {

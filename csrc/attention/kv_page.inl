@@ -26,6 +26,12 @@ HEADRACE_INLINE void round_to_bf16(const float* x, int n, uint16_t* out) {
     for (; i < n; ++i) out[i] = to_bf16(x[i]);
 }
 
+HEADRACE_INLINE void copy_values(const float* x, int n, float* out) {
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) store_f32(out + i, load_f32(x + i));
+    for (; i < n; ++i) out[i] = x[i];
+}
+
 // Prepares one head of a query or key: RMS norm (if `norm`), rotation by its position, zero padding to `padded` values.
 HEADRACE_INLINE void prepare_head(const float* x, const KVShape& kv, const float* norm, float eps,
                                   const RopeTable& rope, int32_t position, float* out) {
@@ -43,17 +49,28 @@ HEADRACE_INLINE void prepare_head(const float* x, const KVShape& kv, const float
         }
         factor = 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)dim + eps);
     }
-    for (int i = 0; i < dim; ++i) out[i] = norm ? x[i] * factor * norm[i] : x[i];
+    const float* from = x;
+    if (norm) {
+        int i = 0;
+        for (; i + kLanes <= dim; i += kLanes)
+            store_f32(out + i, load_f32(x + i) * set_f32(factor) * load_f32(norm + i));
+        for (; i < dim; ++i) out[i] = x[i] * factor * norm[i];
+        from = out;
+    }
     for (int i = dim; i < kv.padded; ++i) out[i] = 0.0f;
-    if (!rope.cos) return;
-    const int half = rope.dim / 2, step = rope.interleaved ? 2 : 1, apart = rope.interleaved ? 1 : half;
-    const float* c = rope.cos + (int64_t)position * half;
-    const float* s = rope.sin + (int64_t)position * half;
+    const int half = rope.cos ? rope.dim / 2 : 0, step = rope.interleaved ? 2 : 1, apart = rope.interleaved ? 1 : half;
+    const float *c = nullptr, *s = nullptr;
+    if (rope.cos) c = rope.cos + (int64_t)position * half, s = rope.sin + (int64_t)position * half;
     int i = 0;
     for (; !rope.interleaved && i + kLanes <= half; i += kLanes) {
-        const F32v x0 = load_f32(out + i), x1 = load_f32(out + half + i), cos = load_f32(c + i), sin = load_f32(s + i);
+        const F32v x0 = load_f32(from + i), x1 = load_f32(from + half + i), cos = load_f32(c + i),
+                   sin = load_f32(s + i);
         store_f32(out + i, x0 * cos - x1 * sin);
         store_f32(out + half + i, x1 * cos + x0 * sin);
+    }
+    if (!norm) {  // what is not rotated yet
+        copy_values(x + i, half - i, out + i);
+        copy_values(x + half + i, dim - half - i, out + half + i);
     }
     for (; i < half; ++i) {
         float *a = out + i * step, *b = a + apart;
@@ -190,14 +207,16 @@ static void copy_token(const KVShape& kv, const uint8_t* from, int from_slot, ui
     }
 }
 
-// Whether the pool can store all dim values of v as finite numbers.
+// Whether the pool can store all values of v [padded] as finite numbers.
 HEADRACE_INLINE bool keeps(const KVShape& kv, const float* v) {
     // bfloat16: smallest float that rounds to infinity. int4: the range, at most twice the largest value, must be
     // finite.
     const float limit = kv.type == KVType::kBf16 ? 0x1.ffp127f : kv.type == KVType::kInt4 ? 0x1p126f : __builtin_inff();
-    bool kept = true;
-    for (int d = 0; d < kv.dim; ++d) kept &= (v[d] < 0 ? -v[d] : v[d]) < limit;
-    return kept;
+    int32_t bound;
+    __builtin_memcpy(&bound, &limit, 4);
+    I32v sizes = set_i32(0);  // absolute values as bits: these sort finite values, then infinity, then NaN
+    for (int d = 0; d < kv.padded; d += kLanes) sizes = max(sizes, as_i32(load_f32(v + d)) & 0x7fffffff);
+    return max_i32(sizes) < bound;
 }
 
 // Moves a value that is not finite to the token's key: K = NaN, V = 0. A row replaces the scores of tokens that it does
