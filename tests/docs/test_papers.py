@@ -23,10 +23,9 @@ def section(heading: str) -> str:
 
 def faults(row: dict[str, Any]) -> list[str]:
     """Quotes that the log lacks, and numbers of our figure that no quote holds."""
-    other, *more = row.get("also", [""])
-    found = [f"{quote!r} is not in {row['section']!r}" for quote in row["quotes"] if quote not in section(row["section"])]
-    found += [f"{quote!r} is not in {other!r}" for quote in more if quote not in section(other)]
-    quoted = " ".join([*row["quotes"], *more])
+    quotes = {row["section"]: row["quotes"]} | {other: more for other, *more in row.get("also", [])}
+    found = [f"{quote!r} is not in {of!r}" for of, all_of in quotes.items() for quote in all_of if quote not in section(of)]
+    quoted = " ".join(quote for all_of in quotes.values() for quote in all_of)
     numbers = [number for number in re.findall(r"\d+\.\d+", row["ours"]) if number not in quoted]
     return found + [f"{number} is in no quote" for number in numbers]
 
@@ -71,7 +70,8 @@ def machine_faults(row: dict[str, Any]) -> list[str]:
     """A machine that is missing, or a CPU that the row's sections of the log do not name."""
     if not row["ours"]:
         return []
-    named, logged = CPU.findall(row["machine"]), section(row["section"]) + section(row.get("also", [""])[0])
+    named = CPU.findall(row["machine"])
+    logged = section(row["section"]) + "".join(section(other[0]) for other in row.get("also", []))
     found = [f"{cpu} is not in the log" for cpu in named if cpu not in logged]
     return found if named or any(words in row["machine"] for words in NO_CPU) else ["no machine"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import exit_speed
+from benchmarks import exit_guarantee, exit_speed
 from headrace.bench import early_exit_audit as audits
 from headrace.bench.early_exit import ExitRule, bytes_a_step, checks, perturbed, rule_of, thresholds
 from headrace.bench.early_exit_audit import ExitPredictions, Text, audit, criteria_of
@@ -214,3 +214,39 @@ def test_speed_counts_the_layers_of_each_threshold(
     for line in lines[1::3]:
         assert AFTER[0] <= float(line.split()[-2]) < 3
     assert [line.split()[-2] for line in lines[2::3]] == ["4.00", "4.00"]
+
+
+def guarantee(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
+    sizes = ("--max-tokens", "24", "--max-model-len", "128", "--prompts", "6", "-n", "4", "--delta", "0.9")
+    exit_guarantee.main([*map(str, arguments), *sizes])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_both_states_of_the_layers_above_are_opened(
+    model: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def recorded(*arguments: Any, **settings: Any) -> LLM:
+        opened.append(settings["exit_state"])
+        return LLM(*arguments, **settings)
+
+    monkeypatch.setattr(exit_guarantee, "LLM", recorded)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS * 2) + "\n")
+    lines = guarantee(capsys, model, folder, prompts, "--exit-state", "deferred", "propagate")
+    assert opened == ["deferred", "propagate"]
+    for start in ("deferred, ", "propagate, ", "propagate less deferred, "):
+        assert sum(line.startswith(start) for line in lines) == len(exit_guarantee.GRID)
+
+
+def test_a_cascade_is_redrawn_too(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that is its own smaller model loses nothing, whoever writes; at 0 it writes all but the first token."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS * 2) + "\n")
+    lines = [line for line in guarantee(capsys, model, model, prompts, "--cascade") if "larger model" in line]
+    assert len(lines) == len(exit_guarantee.GRID)
+    assert all(": 0.0000 ± 0.0000 lost" in line for line in lines)
+    shares = [float(line.split("lost, ")[1].split()[0]) for line in lines]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.5 > shares[-1] > 0

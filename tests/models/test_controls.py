@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import compression_controls
+from benchmarks.compression_controls import Setting, compressed
 from headrace.compress.base import Matrix, Visit
 from headrace.compress.cutting import Neurons
 from headrace.compress.folding import ALPHAS, AWQ, LayerOutputs, RoundedInput, SmoothQuant, rounded_scaled
+from headrace.compress.grids.keep import parse_sparsity
 from headrace.compress.kv_heads import KVHeads
 from headrace.compress.layer_pass import LayerPass
 from headrace.compress.least_squares import Residual
@@ -24,6 +26,7 @@ from headrace.compress.texts import draw_texts
 from headrace.compress.work_folder import WorkFolder
 from headrace.compress.write import compress
 from headrace.data.progress import Progress
+from headrace.models.layers import Linear
 from headrace.startup.opening import open_files
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import read_tensor
@@ -256,7 +259,16 @@ def test_a_repair_is_chosen_on_texts_that_report_nothing(model: Path, tmp_path: 
     ("options", "methods", "gains"),
     [
         (["-f", "Q4_0"], ["weighted", "awq", "gptq"], ["awq", "gptq"]),
-        (["-f", "w8a8", "--activations", "token"], ["weighted", "smoothquant"], ["smoothquant"]),
+        (
+            ["-f", "Q4_0"],
+            ["weighted", "gptq", "gptq,true-sequential", "gptq,damp"],
+            ["gptq", "gptq,true-sequential", "gptq,damp"],
+        ),
+        (
+            ["-f", "w8a8", "--activations", "token"],
+            ["weighted", "smoothquant", "smoothquant,auto"],
+            ["smoothquant", "smoothquant,auto"],
+        ),
         (["-f", "Q8_0", "--sparsity", "0.5"], ["magnitude", "wanda", "sparsegpt"], ["wanda", "sparsegpt"]),
     ],
 )
@@ -287,3 +299,31 @@ def test_the_benchmark_compares_methods_with_their_controls(
         if control:
             less = float(line.split(f"less {control} ")[1].split()[0])
             assert less == pytest.approx(lost[method] - lost[control], abs=2e-4)
+
+
+def test_the_benchmark_compares_shares_of_zeros_with_those_of_rows(
+    model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Zeros by row, by matrix and of the whole model are as many, and not the same; the control is the first sparsity."""
+    monkeypatch.setattr(compression_controls, "WINDOW", 128)
+    monkeypatch.setattr(compression_controls, "SCORED", 96)
+    opened, texts = open_files(model), draw_texts(open_files(model), str(book), 1024, 0, Progress())
+    zeros = {}
+    for sparsity in ("0.5", "layer:0.5", "global:0.5"):
+        setting = Setting("Q8_0", parse_sparsity(sparsity), "")
+        made = compressed(opened.source, "magnitude", setting, texts)
+        linears = [one for name, one in made.holders() if isinstance(one, Linear) and name.startswith("layers.")]
+        zeros[sparsity] = torch.cat([one.weight.flatten() == 0 for one in linears])
+        assert float(zeros[sparsity].float().mean()) == pytest.approx(0.5, abs=0.02)
+    assert not torch.equal(zeros["0.5"], zeros["layer:0.5"])
+    assert not torch.equal(zeros["layer:0.5"], zeros["global:0.5"])
+    arguments = [str(model), "-f", "Q8_0", "--calibrate", str(book), "--judge", str(book), "--tokens", "1024", "--windows", "4"]
+    monkeypatch.setattr(compression_controls, "check_apart", lambda *_: None)
+    compression_controls.main([*arguments, "--methods", "magnitude", "--sparsity", "0.5", "layer:0.5", "global:0.5"])
+    lines = capsys.readouterr().out.splitlines()
+    names = ["magnitude", "magnitude layer:0.5", "magnitude global:0.5"]
+    assert [line.split(", ")[0] for line in lines] == [f"Q8_0 {name}" for name in names]
+    assert ["less magnitude" in line for line in lines] == [False, True, True]
+    with pytest.raises(SystemExit):
+        compression_controls.main([*arguments, "--methods", "wanda", "--sparsity", "global:0.5"])
+    assert "--sparsity global: is of magnitude alone" in capsys.readouterr().err

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.exit_guarantee import summary
+from benchmarks import exit_guarantee
+from benchmarks.exit_guarantee import Measured, on_fresh, summary
 from headrace.stats.calibration import Calibration, calibrate, minimum_n, p_value, redraw
 
 GRID = tuple(1 - 0.05 * i for i in range(21))
@@ -150,3 +151,23 @@ def test_redraws_that_choose_no_threshold_are_counted() -> None:
     assert 0.4 < some.chosen < 0.6, "the one loss is among the 60 in half of the redraws"
     assert "fewer than" not in summary(some, 60, 0.05)
     assert redraw({0.9: np.zeros(120)}, 60, delta=0.05).chosen == 1
+
+
+def test_one_calibration_is_judged_on_the_other_prompts() -> None:
+    """60 prompts choose 0.5, on which they lose nothing; the 40 others lose a quarter. Control: chosen on all, nothing is."""
+    lost = np.array([0.0] * 60 + [1.0] * 10 + [0.0] * 30)
+    found = Measured({0.9: np.zeros(100), 0.5: lost}, {0.9: np.full(100, 8.0), 0.5: np.full(100, 6.0)})
+    line = on_fresh(found, 60, 0.05)
+    assert line == "delta 0.05: the first 60 prompts choose 0.5 (0.0000 lost), the 40 others lose 0.2500 ± 0.0693 at 6.00"
+    assert "choose 0.9" in on_fresh(found, 98, 0.05)
+    assert on_fresh(found, 40, 0.05) == "delta 0.05: the first 40 prompts choose no threshold"
+
+
+def test_states_are_compared_prompt_by_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two states whose losses differ by 0.25 on each prompt: no error, though each state's own mean has one."""
+    own = np.linspace(0, 0.5, 10)
+    made = {"deferred": (own, np.full(10, 6.0)), "propagate": (own + 0.25, np.full(10, 5.0))}
+    monkeypatch.setattr(exit_guarantee, "measured", lambda args, state: Measured({0.5: made[state][0]}, {0.5: made[state][1]}))
+    exit_guarantee.main(["model", "exits", "file", "-n", "5", "--exit-state", "deferred", "propagate"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if " less " in line]
+    assert lines == ["propagate less deferred, 0.5: 0.2500 ± 0.0000 lost, -1.0000 ± 0.0000 layers"]
