@@ -55,8 +55,8 @@ def renamed(name: str) -> str:
     return name
 
 
-def oracle(bins: int = 80, positions: int = POSITIONS, vocab_size: int = VOCAB) -> Any:
-    """A Whisper model in float64 with values that float32 has."""
+def oracle(bins: int = 80, positions: int = POSITIONS, vocab_size: int = VOCAB, **more: Any) -> Any:
+    """A Whisper model in float64 with values that float32 has. more: sizes of the config."""
     sizes = {
         f"{half}_{name}": size
         for half, layers in (("encoder", 2), ("decoder", 3))
@@ -64,9 +64,9 @@ def oracle(bins: int = 80, positions: int = POSITIONS, vocab_size: int = VOCAB) 
     }
     tokens = {"pad_token_id": EOT, "bos_token_id": EOT, "eos_token_id": EOT, "decoder_start_token_id": EOT + 1}
     limits = {"max_source_positions": positions, "max_target_positions": 96}
-    more = {"suppress_tokens": [], "begin_suppress_tokens": []}
+    lists: dict[str, Any] = {"suppress_tokens": [], "begin_suppress_tokens": []}
     config = transformers.WhisperConfig(
-        vocab_size=vocab_size, d_model=32, num_mel_bins=bins, **sizes, **tokens, **limits, **more
+        **{"vocab_size": vocab_size, "d_model": 32, "num_mel_bins": bins, **sizes, **tokens, **limits, **lists, **more}
     )
     model = transformers.WhisperForConditionalGeneration(config)
     rng = torch.Generator().manual_seed(1)
@@ -102,9 +102,9 @@ def with_likely_ends(model: Any) -> Any:
     return model
 
 
-def write_folder(folder: Path, bins: int = 80, likely_ends: bool = False) -> Path:
-    """A Hugging Face folder of the tiny model, in float32."""
-    model = oracle(bins).float()
+def write_folder(folder: Path, bins: int = 80, likely_ends: bool = False, **more: Any) -> Path:
+    """A Hugging Face folder of the tiny model, in float32. more: as in `oracle`."""
+    model = oracle(bins, **more).float()
     (with_likely_ends(model) if likely_ends else model).save_pretrained(folder)
     write_tokenizer(folder)
     generation = {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7, EOT]}

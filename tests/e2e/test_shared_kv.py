@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.backends.native.program import kv_block_bytes
+from headrace.backends.native.program import pool_block_bytes
 from headrace.compress.export import hf_config
 from headrace.data.config import LayerConfig
 from headrace.data.params import SamplingParams
@@ -139,7 +139,7 @@ def test_rows_that_exit_are_propagated_to_layers_that_share(kind: type[Torch], s
 def test_k_and_v_take_half() -> None:
     config, half = (tiny_config(num_layers=4, share=share) for share in (1, 2))
     assert (kv_shape(config).layers, kv_shape(half).layers) == (4, 2)
-    assert 2 * kv_block_bytes(half, 16) == kv_block_bytes(config, 16)
+    assert 2 * sum(pool_block_bytes(half, 16)) == sum(pool_block_bytes(config, 16))
     assert [place.layer for place in kv_places(half, 0)] == [0, 0, 1, 1]
     assert (config.kv_share, half.kv_share, half.sharing(1)) == (1, 2, config)
     count = [sum(each.numel() for each in tiny_model(one).parameters()) for one in (config, half)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace import core
-from headrace.backends.native import lowering
+from headrace.backends.native import encoder, lowering
 from headrace.backends.native.distances import bias_by_distance, buckets
 from headrace.backends.native.encoder import NativeEncoder
 from headrace.backends.native.live import NativeLive
@@ -20,6 +20,7 @@ from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.data.sources import Tokens
 from headrace.engine.engine import Engine
 from headrace.engine.executor import InProcess
+from headrace.kv.layout import kv_shape
 from headrace.llm import LLM
 from headrace.models.base import Model
 from headrace.ops import attention
@@ -113,10 +114,34 @@ def test_the_memory_plan_includes_the_encoder_scratch(tmp_path: Path, settings: 
     folder = write_tiny_marian(tmp_path)
     with LLM(folder, device="cpu", threads=1, draft=folder, **settings) as llm:
         encoders = [made.encoder for made in llm.runner.programs]  # type: ignore[attr-defined]
-        assert llm.memory_plan.scratch == sum(encoder.scratch_bytes for encoder in encoders)
-        assert llm.memory_plan.scratch == 2 * 2 * 2 * 1024 * 4 * 16 * 4  # models, layers, K and V, tokens, heads of 16, float32
+        assert llm.memory_plan.scratch == sum(each.scratch_bytes for each in encoders)
+        assert llm.memory_plan.scratch == 2 * 2 * 1024 * 4 * 16 * 4  # models, K and V of a layer, tokens, heads of 16, float32
     with LLM(folder, device="cpu", threads=1, backend="torch", **settings) as llm:
         assert llm.memory_plan.scratch == 2 * 2 * settings.get("max_model_len", 96) * 32 * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encoder_layers_share_blocks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as with blocks for each layer, in half the memory of two layers. Control: all K and V in one block."""
+
+    def whole() -> tuple[list[np.ndarray], int]:
+        made = program(kind)
+        assert made.encoder is not None
+        return Reader(made, texts()).whole(), made.encoder.scratch_bytes
+
+    shared, size = whole()
+    feed_rows = encoder.feed_rows
+
+    def together(step: Any, ids: Sequence[int], table: Sequence[int]) -> None:
+        feed_rows(step, ids, [table[0]] * len(table) if isinstance(table, range) else table)
+
+    with monkeypatch.context() as slip:
+        slip.setattr(encoder, "feed_rows", together)
+        assert not all(np.array_equal(a, b) for a, b in zip(whole()[0], shared, strict=True))
+    monkeypatch.setattr(encoder, "scratch_shape", kv_shape)
+    apart, larger = whole()
+    assert larger == held(kind)[0].encoder.config.num_layers * size  # type: ignore[union-attr]
+    assert all(np.array_equal(a, b) for a, b in zip(apart, shared, strict=True))
 
 
 # -- numbers -------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from headrace.audio import transcription
 from headrace.audio.decode import samples_of
 from headrace.audio.mel import Samples
 from headrace.audio.text_formats import FORMATS
-from headrace.audio.transcript import Segment, Transcript
+from headrace.audio.transcript import Reset, Segment, Transcript
 from headrace.audio.transcription import Decoded, SpeechSettings, Transcription, Window, compression_ratio
 from headrace.audio.vad import FRAME
 from headrace.audio.vocabulary import LanguageError
@@ -28,7 +28,7 @@ from headrace.startup.opening import open_model
 from headrace.startup.speech import speech_model
 from headrace.weights.ctranslate2 import CTranslate2Folder
 from tests.places import model_file
-from tests.tiny_whisper import EOT, LANGUAGES, RATE, noise, write_folder, write_wav
+from tests.tiny_whisper import EOT, LANGUAGES, POSITIONS, RATE, noise, write_folder, write_wav
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +165,54 @@ def test_hotwords_come_before_every_window(llm: LLM) -> None:
     previous = file.tokens.previous
     assert all(prompt[: 1 + len(known[0])] == [previous, *known[0]] for prompt in prompts)
     assert prompts[0][1 + len(known[0]) :][: len(known[1])] == known[1]
+
+
+def scripted(llm: LLM, texts: list[str], **settings: Any) -> tuple[list[list[int]], Transcript]:
+    """Transcribe one window of 1 s for each text, which is its only segment. Returns the prompts of the windows, without those
+    that measure silence."""
+    given = {"language": "en", "vad": False, "temperatures": (0.0,), **settings}
+    running = llm._transcription(noise(float(len(texts))), SpeechSettings(**given)).run()
+    prompts: list[list[int]] = []
+    times = EOT + 11, EOT + 11 + POSITIONS
+    try:
+        event = next(running)
+        while True:
+            if not isinstance(event, Window):
+                event = next(running)
+            elif event.params.timestamps is None:
+                event = running.send(WindowOutput([([EOT], -9.0)]))
+            else:
+                text = llm.tokenizer.encode(texts[len(prompts)], add_special=False)
+                prompts.append(event.prompt)
+                event = running.send(WindowOutput([([times[0], *text, times[1], EOT], 0.0)]))
+    except StopIteration as end:
+        transcript: Transcript = end.value
+        return prompts, transcript
+
+
+def test_a_loop_ends_the_text_before_and_is_reported(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: without the guard the text of all windows is given on, and nothing is reported."""
+
+    def given_on(prompts: list[list[int]]) -> list[bool]:
+        return [prompt[0] == EOT + 8 for prompt in prompts]  # <|startofprev|>
+
+    prompts, transcript = scripted(llm, ["mill"] * 4 + ["wheel", "river"])
+    assert given_on(prompts) == [False, True, True, True, False, True]
+    assert transcript.resets == [Reset(3.0, "loop")]
+    assert json.loads(FORMATS["json"](transcript))["resets"] == [{"start": 3.0, "reason": "loop"}]
+    for texts in (["mill"] * 3 + ["wheel"] * 2, ["mill", "wheel"] * 3):
+        prompts, transcript = scripted(llm, texts)
+        assert given_on(prompts) == [False, *[True] * (len(texts) - 1)]
+        assert not transcript.resets
+    prompts, transcript = scripted(llm, ["mill", "wheel"], temperatures=(0.6,))
+    assert given_on(prompts) == [False, False]
+    assert [(one.start, one.reason) for one in transcript.resets] == [(0.0, "temperature"), (1.0, "temperature")]
+    for more in ({"condition": False}, {"long": "chunked"}):
+        assert not scripted(llm, ["mill"] * 5, **more)[1].resets  # no text is given on
+    monkeypatch.setattr(transcription, "REPEATS", 99)
+    prompts, transcript = scripted(llm, ["mill"] * 6)
+    assert given_on(prompts) == [False, *[True] * 5]
+    assert not transcript.resets
 
 
 def cut(llm: LLM, tokens: list[int], size: int = 100) -> tuple[list[tuple[float, float, str]], int]:

@@ -1,9 +1,11 @@
 """Routes of audio: the openai client in each format, streams, fields, limits, keys, quotas, and files that are refused."""
 
 import io
+import itertools
 import json
 import wave
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from openai.types.audio import (
     TranscriptionTextDeltaEvent,
     TranscriptionTextDoneEvent,
     TranscriptionVerbose,
+    Translation,
     TranslationVerbose,
 )
 
@@ -25,6 +28,7 @@ from headrace.audio.transcript import Transcript
 from headrace.audio.vad import SpeechBounds
 from headrace.server.access.principals import Principal
 from headrace.server.access.queueing import QueueFullError
+from headrace.server.protocols import transcribing
 from headrace.server.protocols.transcribing import SoundMemory
 from headrace.server.settings import Limits
 from tests.server.harness import ENGINE, PATIENCE, Running, in_thread, until
@@ -242,6 +246,94 @@ def test_translations(server: Running, offline: LLM) -> None:
     assert made.to_dict()["task"] == "translate"
 
 
+def test_translations_have_each_format(server: Running, offline: LLM) -> None:
+    """Of both routes, also as events; control: a transcript has other text."""
+    expected = offline.transcribe(SOUND, language="en", task="translate", temperatures=(0.3,), long="chunked")
+    assert expected.text != ask(server).text
+    body = {"language": "en"}
+    routes: dict[str, dict[str, Any]] = {"translations": body, "transcriptions": {**body, "task": "translate"}}
+    for route, given in routes.items():
+        more: dict[str, Any] = {"language": None, "extra_body": given}
+        plain = ask(server, route, **more)
+        (Translation if route == "translations" else Transcription).model_validate_json(plain.to_json())
+        assert plain.text == expected.text
+        assert ask(server, route, response_format="text", **more) == expected.text + "\n"
+        assert ask(server, route, response_format="srt", **more) == FORMATS["srt"](expected)
+        assert ask(server, route, response_format="vtt", **more) == FORMATS["vtt"](expected)
+        verbose = ask(server, route, response_format="verbose_json", **more).to_dict()
+        assert verbose["task"] == "translate"
+        assert [one["tokens"] for one in verbose["segments"]] == [one.tokens for one in expected.segments]
+    form = {"model": "tiny", "temperature": "0.3", "language": "en", "stream": "true"}
+    answer = server.http.post("/v1/audio/translations", files={"file": ("a.wav", SOUND)}, data=form)
+    lines = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert "".join(one["delta"] for one in lines[:-1]).strip() == expected.text == lines[-1]["text"]
+
+
+@contextmanager
+def late_after(server: Running, count: int) -> Iterator[None]:
+    """The deadline of requests passes after so many windows."""
+    submit, submitted = server.llm.submit, itertools.count()
+
+    def watched(*args: Any, **more: Any) -> Any:
+        return submit(*args, **(more | {"deadline": 0.0} if next(submitted) >= count else more))
+
+    server.llm.submit = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        server.llm.submit = submit  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("long", ["sequential", "chunked"])
+def test_a_deadline_returns_the_segments_that_are_ready(
+    server: Running, offline: LLM, long: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: without a deadline the whole text, without a mark."""
+    monkeypatch.setattr(transcribing, "TOGETHER", 1)
+    whole = offline.transcribe(wav(PARTS), language="en", temperatures=(0.3,), long=long)
+    more: dict[str, Any] = {"file": ("a.wav", wav(PARTS)), "extra_body": {"long": long}}
+    verbose: dict[str, Any] = {**more, "response_format": "verbose_json"}
+    form = {"model": "tiny", "temperature": "0.3", "language": "en", "long": long, "response_format": "verbose_json"}
+    cut = 0
+    for count in range(0, 13, 2):
+        with late_after(server, count):
+            answer = server.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", wav(PARTS))}, data=form)
+        made = answer.json()
+        if answer.status_code != 200:
+            assert (answer.status_code, made["error"]["code"]) == (408, "deadline_exceeded")
+            assert not cut
+            continue
+        ready = [one["tokens"] for one in made["segments"]]
+        assert ready
+        assert ready == [one.tokens for one in whole.segments][: len(ready)]
+        rest = [one for one in made["skipped"] if one["reason"] == "deadline"]
+        if made.get("incomplete"):
+            cut += 1
+            assert made["incomplete"] == "deadline"
+            assert rest
+            # The rest is all sound with speech after the windows that are ready.
+            heard = [one for one in whole.segments[len(ready) :] if one.end > rest[0]["start"]]
+            assert all(any(part["start"] <= one.start <= part["end"] for part in rest) for one in heard)
+        else:
+            assert not rest
+            assert len(ready) == len(whole.segments)
+    assert cut
+    for kind in ("json", "text", "srt", "vtt"):
+        with late_after(server, 6):
+            files = {"file": ("a.wav", wav(PARTS))}
+            answer = server.http.post("/v1/audio/transcriptions", files=files, data={**form, "response_format": kind})
+        assert answer.headers["x-headrace-incomplete"] == "deadline"
+        assert kind != "json" or answer.json()["incomplete"] == "deadline"
+    with late_after(server, 6):
+        events = [one.to_dict() for one in ask(server, stream=True, **more)]
+    assert events[-1]["incomplete"] == "deadline"
+    assert "".join(one["delta"] for one in events[:-1]).strip() == events[-1]["text"]
+    assert whole.text.startswith(events[-1]["text"].rstrip("\ufffd"))
+    assert events[-1]["text"] != whole.text
+    made = ask(server, **verbose).to_dict()
+    assert (made["text"], made.get("incomplete")) == (whole.text, None)
+
+
 def test_a_language_is_detected_and_temperature_0_falls_back(server: Running, offline: LLM) -> None:
     sound = wav(noise(0.3))
     expected = offline.transcribe(sound, long="chunked")
@@ -262,6 +354,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "choose auto, en, fr, de": {"language": "xx"},
     "unknown field 'speed'": {"speed": "2"},
     "unknown field 'beam_size'": {"beam_size": "5"},
+    "unknown field 'keyword[]'": {"keyword[]": "mill"},
+    "hotwords: keywords are the same as a list": {"hotwords": "mill", "keywords[]": "mill"},
+    "task: must be": {"task": "sing"},
+    "prompt has more than 262,144 bytes": {"prompt": "x" * (300 << 10)},
     "beams: must be an integer, at most 16": {"beams": "17"},
     "temperature: must be a number, at most 2.0": {"temperature": "3"},
     "a stream has the format json or text": {"stream": "true", "response_format": "srt"},
@@ -291,6 +387,25 @@ def test_requests_that_are_refused(server: Running, message: str) -> None:
     answer = server.http.post("/v1/audio/transcriptions", files=parts)
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"]
+
+
+def test_fields_that_are_given_too_often_are_named(server: Running) -> None:
+    parts = [("file", ("a.wav", SOUND)), ("model", (None, "tiny"))]
+    languages, words = ("language", (None, "en")), ("keywords[]", (None, "a"))
+    for more, message in (
+        ([languages] * 2, "language is given twice"),
+        ([parts[0]], "file is given twice"),
+        ([words] * 65, "keywords is given more than 64 times"),
+    ):
+        answer = server.http.post("/v1/audio/transcriptions", files=[*parts, *more])
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+
+
+def test_the_route_of_translations_transcribes_nothing(server: Running) -> None:
+    files = {"file": ("a.wav", SOUND)}
+    answer = server.http.post("/v1/audio/translations", files=files, data={"model": "tiny", "task": "transcribe"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "task")
 
 
 def test_bodies_that_are_no_forms_or_too_large(server: Running) -> None:
@@ -394,3 +509,14 @@ def test_languages_to_choose_from_and_words_before_each_window(server: Running, 
     files = [("file", ("a.wav", sound)), ("keywords[]", (None, "mill")), ("keywords[]", (None, "wheel"))]
     made = server.http.post("/v1/audio/transcriptions", files=files, data=form).json()
     assert (made["text"], made["language"]) == (expected.text, "de")
+    same = ask(server, file=("a.wav", sound), language="de", extra_body={"vad": False, "hotwords": "mill wheel"})
+    assert same.text == expected.text
+    other = ask(server, file=("a.wav", sound), language="de", extra_body={"vad": False, "hotwords": "river"})
+    assert other.text != expected.text
+
+
+def test_long_hotwords_are_reported(server: Running) -> None:
+    for hotwords, prompt, reported in (("a" * 100, "", "hotwords"), ("a" * 20, "b" * 40, "prompt"), ("a" * 9, "b" * 9, None)):
+        form = {"model": "tiny", "temperature": "0.3", "language": "en", "hotwords": hotwords, "prompt": prompt}
+        answer = server.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", wav(noise(0.2)))}, data=form)
+        assert answer.headers.get("x-headrace-truncated") == reported

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace.backends.native.program import kv_block_bytes
+from headrace.backends.native.program import pool_block_bytes
 from headrace.compress.grids.arithmetic import Cost, kv_token_bytes
 from headrace.compress.grids.encode import encode
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
@@ -35,7 +35,7 @@ def test_kv_of_the_seeds() -> None:
 
 @pytest.mark.parametrize("kv_dtype", KV_FORMATS)
 def test_kv_bytes_equal_those_of_the_native_pool(kv_dtype: str) -> None:
-    assert kv_token_bytes(LLAMA2_7B, kv_dtype) * 16 == kv_block_bytes(LLAMA2_7B, 16, kv_dtype)
+    assert kv_token_bytes(LLAMA2_7B, kv_dtype) * 16 == sum(pool_block_bytes(LLAMA2_7B, 16, kv_dtype))
 
 
 def test_w26_where_weights_stop_mattering() -> None:

@@ -11,7 +11,7 @@ import pytest
 from headrace import core
 from headrace.backends import memory
 from headrace.backends.native import lowering
-from headrace.backends.native.program import KV_DTYPES, kv_block_bytes, thread_pool
+from headrace.backends.native.program import KV_DTYPES, pool_block_bytes, thread_pool
 from headrace.backends.native.weights import PackedWeights, packed_bytes
 from headrace.kv.layout import KV_FORMATS, kv_shape
 from headrace.models.registry import describe, read_config
@@ -116,7 +116,7 @@ def test_the_formulas_are_the_plan_and_the_allocators(name: str, kv_dtype: str) 
     assert found.weights_bytes == packed_bytes(describe(config), source) == found.matched_bytes
     layers, heads, head_dim = kv_shape(config)
     whole = core.module().KVPool.block_bytes(layers, 16, heads, head_dim, KV_DTYPES[kv_dtype])
-    assert found.kv_block_bytes(kv_dtype) == whole == kv_block_bytes(config, 16, kv_dtype)
+    assert found.kv_block_bytes(kv_dtype) == whole == sum(pool_block_bytes(config, 16, kv_dtype))
     load = Load(200, 3, kv_dtype=kv_dtype)
     planned = memory.plan(
         config, block_bytes=whole, block_size=16, free=1 << 30, max_num_seqs=3, kv_cache_memory=bytes_of(found, load).kv
@@ -135,7 +135,7 @@ def test_layers_that_share_kv_have_no_kv_bytes(share_of: int) -> None:
     config = tiny_config(num_layers=4, share=share_of)
     model = native_model("llama", num_layers=4, share=share_of)
     found = shape_of(config, source_of(model), "tiny")
-    assert found.kv_block_bytes() == kv_block_bytes(config, 16) == 4 // share_of * 2 * 16 * 2 * 16 * 2
+    assert found.kv_block_bytes() == sum(pool_block_bytes(config, 16)) == 4 // share_of * 2 * 16 * 2 * 16 * 2
 
 
 class Recorded:

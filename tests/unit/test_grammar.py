@@ -160,3 +160,19 @@ def test_a_lexer_that_failed_for_one_output_does_not_fail_the_next(tokenizer: To
         assert constraint.error == "lexer error: too many expressions constructed"
         lengths.append(length)
     assert lengths[0] == lengths[1] > 9
+
+
+@pytest.mark.parametrize("more", [1, 40, 1000])
+def test_ids_that_the_tokenizer_lacks_fit_no_grammar(tokenizer: Tokenizer, more: int) -> None:
+    """Models have more logits than tokens; control: the mask has the bits of the tokens alone."""
+    spec = StructuredOutputs.of({"regex": "(.|\\n)+"})
+    count = tokenizer.vocab_size
+    allowed = []
+    for size in (count, count + more):
+        constraint = Grammars(tokenizer, size, tokenizer.eos_ids).constraint(spec)
+        mask = np.unpackbits(np.frombuffer(constraint.masks(), np.uint8), bitorder="little")
+        assert len(mask) == 32 * -(-size // 32)
+        assert not mask[count:].any()
+        allowed.append(mask[:count])
+    assert np.array_equal(*allowed)
+    assert allowed[0].any()

@@ -73,6 +73,7 @@ def merge(transcripts: list[Transcript]) -> Transcript:
         segments=segments,
         skipped=[one for transcript in transcripts for one in transcript.skipped],
         fallbacks=[one for transcript in transcripts for one in transcript.fallbacks],
+        resets=[one for transcript in transcripts for one in transcript.resets],
     )
 
 

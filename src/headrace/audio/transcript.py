@@ -33,7 +33,8 @@ class Segment(msgspec.Struct):
 
 
 class Skipped(msgspec.Struct):
-    """Sound without a transcript, in seconds, and the reason: silence (not decoded), or no_speech (by the model)."""
+    """Sound without a transcript, in seconds, and the reason: silence (not decoded), no_speech (by the model), or deadline (of
+    the request, which passed before)."""
 
     start: float
     end: float
@@ -52,11 +53,21 @@ class Fallback(msgspec.Struct):
     exhausted: bool = False
 
 
+class Reset(msgspec.Struct):
+    """A window, from `start` seconds on, after which the text so far is not given to the next one.
+
+    reason: loop (its segments end with equal ones) or temperature (it was decoded at a high one).
+    """
+
+    start: float
+    reason: str
+
+
 class Transcript(msgspec.Struct):
-    """The text of a file. language_probability: None if the language was given. duration: seconds. vad: the detector
-    of speech (silero, energy), empty without one. way: sequential, windows of
-    30 s one after the other; chunked, windows that are cut in silences. audio_context: positions of a window that was encoded
-    shorter than 30 s, which changes the text."""
+    """The text of a file. language_probability: None if the language was given. duration: seconds. resets: empty if no text is
+    given on. way: sequential, windows of 30 s one after the other; chunked, windows that are cut in silences. vad: the detector
+    of speech (silero, energy), empty without one. audio_context: positions of a window that was encoded shorter than 30 s, and
+    has another text. incomplete: why sound was left out (deadline)."""
 
     text: str
     language: str
@@ -65,6 +76,8 @@ class Transcript(msgspec.Struct):
     segments: list[Segment]
     skipped: list[Skipped]
     fallbacks: list[Fallback]
+    resets: list[Reset] = []
     way: str = "sequential"
     vad: str = ""
     audio_context: int | msgspec.UnsetType = msgspec.UNSET
+    incomplete: str | msgspec.UnsetType = msgspec.UNSET

@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.audio.decode import samples_of
 from headrace.audio.mel import HOP, RATE, LogMel, Samples
-from headrace.audio.transcript import Fallback, Segment, Skipped, Transcript
+from headrace.audio.transcript import Fallback, Reset, Segment, Skipped, Transcript
 from headrace.audio.vad import FRAME, SPEECH, Part, SpeechBounds, VoiceDetector, chunks, clips, speech_parts
 from headrace.audio.vocabulary import SpeechTokens
 from headrace.audio.wav import Sound
@@ -124,7 +124,7 @@ class Section:
     """Sound whose windows are decoded one after the other, with its results. clips: its parts with speech, in samples.
 
     known: tokens of the text so far; given_from: the first of them that the next window is given. number: of its next window.
-    spoken: end of the last word so far, in seconds.
+    spoken: end of the last word so far, in seconds. reached: row of the file up to which its windows are decoded.
     """
 
     clips: list[Part]
@@ -133,9 +133,11 @@ class Section:
     known: list[int]
     given_from: int = 0
     spoken: float = 0.0
+    reached: int = 0
     segments: list[Segment] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
+    resets: list[Reset] = field(default_factory=list)
 
 
 Job = Generator["Window | Segment", WindowOutput, None]
@@ -185,13 +187,16 @@ class Transcription:
             self.language, self.language_probability = yield from self._detect(self._frames(first, start, end))
         return [self._run(section) for section in self.sections]
 
-    def transcript(self) -> Transcript:
-        """The result of all sections."""
+    def transcript(self, incomplete: str = "") -> Transcript:
+        """The result of all sections. incomplete: why some have not ended; their remaining sound is skipped for this reason."""
         segments = [segment for section in self.sections for segment in section.segments]
         for number, segment in enumerate(segments):
             segment.id = number
         skipped = self.silences + [one for section in self.sections for one in section.skipped]
+        if incomplete:
+            skipped += self._unread(incomplete)
         fallbacks = [one for section in self.sections for one in section.fallbacks]
+        resets = [one for section in self.sections for one in section.resets]
         text = "".join(segment.text for segment in segments).strip()
         skipped.sort(key=lambda one: one.start)
         return Transcript(
@@ -202,10 +207,19 @@ class Transcription:
             segments,
             skipped,
             fallbacks,
+            resets,
             way=self.settings.long,
             vad=self.detector.name if self.detector is not None and self.settings.vad else "",
             audio_context=self._short_positions or msgspec.UNSET,
+            incomplete=incomplete or msgspec.UNSET,
         )
+
+    def _unread(self, reason: str) -> list[Skipped]:
+        """The sound that was not decoded."""
+        parts = [
+            (max(start, section.reached), end) for section in self.sections for start, end in map(self._rows, section.clips)
+        ]
+        return [Skipped(self._seconds(start), self._seconds(end), reason) for start, end in parts if start < end]
 
     def _sections(self, samples: Samples) -> list[Section]:
         count, parts = len(samples), [(0, len(samples))]
@@ -268,7 +282,7 @@ class Transcription:
                 section.number += 1 if self.settings.long == "sequential" else CHUNKS
                 if no_speech > NO_SPEECH and result.avg_logprob <= LOGPROB:
                     section.skipped.append(Skipped(self._seconds(seek), self._seconds(seek + size), "no_speech"))
-                    seek += size
+                    seek = section.reached = seek + size
                     continue
                 made, moved = self._cut(result, seek, size, no_speech)
                 if self.settings.words:
@@ -277,8 +291,8 @@ class Transcription:
                     segment.id, segment.language = len(section.segments), language
                     section.segments.append(segment)
                     yield segment
-                seek += moved
-                self._remember(section, made, result)
+                self._remember(section, made, result, seek)
+                seek = section.reached = seek + moved
 
     def _add_words(
         self,
@@ -317,14 +331,28 @@ class Transcription:
         """Whether a window's output ends with a single timestamp."""
         return [token >= self.tokens.first for token in tokens[-2:]] == [False, True]
 
-    def _remember(self, section: Section, made: Sequence[Segment], result: Decoded) -> None:
+    def _remember(self, section: Section, made: Sequence[Segment], result: Decoded, seek: int) -> None:
         """Keep the text of a window for the next one, unless it is likely to be wrong."""
         section.known += [token for segment in made for token in segment.tokens]
-        texts = [segment.text for segment in section.segments[-REPEATS - 1 :]]
-        repeats = len(texts) > REPEATS and len(set(texts)) == 1
-        conditions = self.settings.condition and self.settings.long == "sequential"
-        if not conditions or result.temperature > CONDITIONED or repeats:
+        reason = self._reset_reason(section, made, result)
+        if reason:
+            section.resets.append(Reset(self._seconds(seek), reason))
+        if reason or not self._conditions:
             section.given_from = len(section.known)
+
+    @property
+    def _conditions(self) -> bool:
+        """Whether the text of a window is given to the next one."""
+        return self.settings.condition and self.settings.long == "sequential"
+
+    def _reset_reason(self, section: Section, made: Sequence[Segment], result: Decoded) -> str:
+        """Why the text of a window is not given on; empty if it is, or if no text ever is."""
+        if not self._conditions:
+            return ""
+        texts = [segment.text for segment in section.segments[-REPEATS - 1 :]]
+        if made and len(texts) > REPEATS and len(set(texts)) == 1:
+            return "loop"
+        return "temperature" if result.temperature > CONDITIONED else ""
 
     @property
     def _rows_per_step(self) -> int:
@@ -335,7 +363,7 @@ class Transcription:
 
     def _before(self, known: Sequence[int]) -> list[int]:
         """Tokens before the start token: hotwords and the end of the text that is known, at most half of the context."""
-        hotwords = self._encode(self.settings.hotwords)[:HOTWORDS]
+        hotwords = self._encode(self.settings.hotwords)[: most_hotwords(self.context)]
         if self.tokens.previous is None or not (known or hotwords):
             return []
         room = self.context // 2 - 1 - len(hotwords)
@@ -466,6 +494,11 @@ def _silences(parts: Sequence[Part], count: int) -> list[Skipped]:
     edges = [0, *(edge for part in parts for edge in part), count]
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return [Skipped(start / RATE, end / RATE, "silence") for start, end in pairs if end - start >= HOP]
+
+
+def most_hotwords(context: int) -> int:
+    """Tokens of hotwords before a window, of a decoder with this context."""
+    return min(HOTWORDS, context // 2 - 1)
 
 
 def compression_ratio(text: str) -> float:

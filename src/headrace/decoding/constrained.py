@@ -224,9 +224,11 @@ class _Spelling:
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos_ids: list[int]) -> None:
         self._tokenizer = tokenizer
-        special = tokenizer.special_ids | set(eos_ids)
-        self.tokens = [tokenizer.token_text(i).encode() if i in special else tokenizer.token_bytes(i) for i in range(size)]
-        self.special_token_ids = sorted(i for i in special if i < size)
+        special, known = tokenizer.special_ids | set(eos_ids), min(tokenizer.vocab_size, size)
+        self.tokens = [tokenizer.token_text(i).encode() if i in special else tokenizer.token_bytes(i) for i in range(known)]
+        # Ids that the tokenizer lacks fit no grammar.
+        self.tokens += [b""] * (size - known)
+        self.special_token_ids = sorted(i for i in special if i < known)
         self.eos_token_id = eos_ids[0]
         self.bos_token_id = tokenizer.bos_id
 
@@ -238,5 +240,5 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: list[int]) -> An
     """The trie of the tokens' bytes. Raises ConstraintError if the model has no end token."""
     if not eos_ids:
         raise ConstraintError("this model has no end token, so its output cannot be constrained")
-    spelling = _Spelling(tokenizer, min(tokenizer.vocab_size, vocab_size), eos_ids)
+    spelling = _Spelling(tokenizer, vocab_size, eos_ids)
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(spelling), n_vocab=vocab_size, eos_token=eos_ids)

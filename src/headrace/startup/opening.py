@@ -216,15 +216,39 @@ def open_companion(
 ) -> Opened:
     """Open another model for the target. rope: as in `read_config`.
 
-    Raises ValueError if their vocabularies differ, and the errors of `open_model`.
+    Raises ValueError if their vocabularies or their windows of sound differ, and the errors of `open_model`.
     """
     opened = open_files(model, progress, rope=rope)
+    if difference := _sound_differs(opened.config, target.config):
+        raise ValueError(
+            f"{model} cannot be the {role} of {target.name}: {difference}; choose a smaller model of the same family"
+        )
     if opened.path != target.path and (difference := opened.tokenizer.differs(target.tokenizer)):
         raise ValueError(
             f"{model} cannot be the {role} of {target.name}: their vocabularies differ ({difference}); "
             "choose a smaller model of the same family"
         )
     return opened
+
+
+def _sound_differs(config: ModelConfig, target: ModelConfig) -> str:
+    """Describe how the sound that a model reads differs from that of the target; empty if both read the same, or none."""
+    mine, theirs = (None if each.source is None else each.source.audio for each in (config, target))
+    if mine is None or theirs is None:
+        return "" if mine == theirs else f"{_input_of(config)}, and the target {_input_of(target)}"
+    if mine.bins != theirs.bins:
+        return f"it reads {mine.bins} mel bins, and the target {theirs.bins}"
+    if mine != theirs:
+        return f"its windows have {mine.rows:,} log-mel rows, and those of the target {theirs.rows:,}"
+    # Timestamps need not be in the tokenizer.
+    sizes = config.vocab_size, target.vocab_size
+    return "" if sizes[0] == sizes[1] else f"its vocabulary has {sizes[0]:,} tokens, and that of the target {sizes[1]:,}"
+
+
+def _input_of(config: ModelConfig) -> str:
+    if config.source is None:
+        return "has no encoder"
+    return "reads text" if config.source.audio is None else "reads sound"
 
 
 def is_heads(folder: str | Path | None) -> bool:

@@ -9,9 +9,10 @@ import numpy as np
 from headrace import core
 from headrace.backends.native.lowering import lower
 from headrace.backends.native.weights import PackedWeights
+from headrace.data.config import ModelConfig
 from headrace.data.frames import rows_of
 from headrace.data.sources import Frames, Tokens
-from headrace.kv.layout import kv_shape
+from headrace.kv.layout import KVPlace, KVShape, kv_shape
 from headrace.models.base import Model
 from headrace.ops.patches import patch_rows
 from headrace.runner.program import Placed
@@ -26,8 +27,13 @@ def scratch_blocks(block_size: int, max_positions: int) -> int:
     return -(-max(max_positions, TOGETHER) // block_size)
 
 
+def scratch_shape(config: ModelConfig) -> KVShape:
+    """Shape of the encoder's pool. Its layers run one after the other over all rows, so they share the blocks of one layer."""
+    return kv_shape(config)._replace(layers=1)
+
+
 class NativeEncoder:
-    """Programs of an encoder-decoder: the encoder, with a float32 KV pool of its own that lasts for one run, and the
+    """Programs of an encoder-decoder: the encoder, with a float32 KV pool of its own that lasts for one layer, and the
     projections that store cross-attention K and V of every decoder layer in the decoder's pool `kv`. An encoder that reads
     sound has a program for each convolution, too.
 
@@ -38,16 +44,18 @@ class NativeEncoder:
         encoder = model.encoder
         assert encoder is not None, "only an encoder-decoder has sources"
         config = encoder.config
-        layers, heads, head_dim = kv_shape(config)
+        shape = scratch_shape(config)
         longest = max_positions if config.audio is None else config.audio.positions
         self._size, self._width = kv.block_size, config.hidden_size
         self._blocks = scratch_blocks(self._size, longest)
-        scratch = core.module().KVPool(layers, self._blocks, self._size, heads, head_dim, "f32")
+        scratch = core.module().KVPool(shape.layers, self._blocks, self._size, shape.heads, shape.head_dim, "f32")
         self.scratch_bytes = int(scratch.bytes)
         settings["max_positions"] = max(max_positions, longest)
         self._convolutions = [] if config.audio is None else convolutions(encoder, weights, scratch, **settings)
         self._positions = None if config.audio is None else weights.numbers(encoder.positions)
-        self._encoder = lower(record(encoder, config.audio is None), weights, config, kv=scratch, **settings).program
+        places = {number: KVPlace(0, number % shape.layers) for number in range(config.num_layers)}
+        recording = record(encoder, config.audio is None)
+        self._encoder = lower(recording, weights, config, kv=scratch, places=places, **settings).program
         self._cross = lower(record_cross(model), weights, model.config, kv=kv, **settings).program
 
     def encode(self, sources: Sequence[Placed]) -> None:

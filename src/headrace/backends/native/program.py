@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace import core
 from headrace.backends.native.buffers import Buffers, Ropes
-from headrace.backends.native.encoder import NativeEncoder, scratch_blocks
+from headrace.backends.native.encoder import NativeEncoder, scratch_blocks, scratch_shape
 from headrace.backends.native.live import NativeLive
 from headrace.backends.native.lowering import FUSIONS, Lowered, lower
 from headrace.backends.native.step import NativeStep
@@ -72,11 +72,6 @@ class NativeStoredRows(StoredRows):
         return best
 
 
-def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:
-    """Bytes of one block, in all layers."""
-    return sum(pool_block_bytes(config, block_size, kv_dtype))
-
-
 def pool_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto", window: int = 0) -> list[int]:
     """Bytes of one block of each pool, in all its layers."""
     dtype = "bfloat16" if kv_dtype == "auto" else kv_dtype
@@ -85,7 +80,7 @@ def pool_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto", windo
 
 def scratch_bytes(encoder: Any, block_size: int, max_positions: int) -> int:
     """Bytes of the pool in which an encoder (its config) encodes sources."""
-    return scratch_blocks(block_size, max_positions) * kv_block_bytes(encoder, block_size, "float32")
+    return scratch_blocks(block_size, max_positions) * scratch_shape(encoder).native_block_bytes(block_size, "float32")
 
 
 class NativeProgram:

@@ -92,8 +92,10 @@ class MultipartForm:
         if name not in self._names:
             raise ApiError(400, f"unknown field {name[:100]!r}; remove it", param=name[:100], code="unknown_field")
         before = self._fields.setdefault(name, [])
-        if len(before) >= (MAX_VALUES if name in self._lists else 1) or (name == "file" and self.filename is not None):
-            raise self.invalid()
+        if name in self._lists and len(before) >= MAX_VALUES:
+            raise bad(f"{name} is given more than {MAX_VALUES} times; give fewer", name)
+        if name not in self._lists and (before or (name == "file" and self.filename is not None)):
+            raise bad(f"{name} is given twice; give it once", name)
         if name == "file" and b"filename" in options:
             self.filename = options[b"filename"].decode(errors="replace")
             self._part = self.content
@@ -105,7 +107,8 @@ class MultipartForm:
     def _data(self, data: bytes, start: int, end: int) -> None:
         self._part += data[start:end]
         if self._part is not self.content and len(self._part) > self._longest:
-            raise self.invalid()
+            name = next(name for name, parts in self._fields.items() if any(part is self._part for part in parts))
+            raise bad(f"{name} has more than {self._longest:,} bytes; shorten it", name)
 
     def _end(self) -> None:
         self.ended = True

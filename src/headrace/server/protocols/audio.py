@@ -16,7 +16,7 @@ from starlette.responses import Response
 from headrace.audio import transcript as transcripts
 from headrace.audio.text_formats import FORMATS
 from headrace.audio.transcript import Segment, Transcript
-from headrace.audio.transcription import MAX_BEAMS, SpeechSettings
+from headrace.audio.transcription import MAX_BEAMS, SpeechSettings, most_hotwords
 from headrace.audio.vad import SpeechBounds
 from headrace.audio.vocabulary import LanguageError
 from headrace.audio.wav import AudioError
@@ -45,7 +45,8 @@ TEXT_FORMATS = {"srt": "srt", "vtt": "vtt"}
 STREAMED = ("json", "text")
 WITH_LOGPROBS = "json"  # format of answers that have log-probabilities
 CLOSING: set[asyncio.Task[None]] = set()  # ends of streams
-TRUNCATED = "x-headrace-truncated"  # names the field of which a part was dropped
+TRUNCATED = "x-headrace-truncated"  # names the fields of which a part was dropped
+INCOMPLETE = "x-headrace-incomplete"  # why a part of the sound was not transcribed
 # Fields that have no effect here, and why a value is refused.
 UNSUPPORTED = {
     "known_speaker_names": "speakers are not told apart",
@@ -81,7 +82,9 @@ class TranscriptionForm(StrictStruct, kw_only=True):
     languages: Words | None = None
     keywords: Words | None = None
     include: list[Literal["logprobs"]] | None = None
-    # from other servers
+    # of this server
+    task: Literal["transcribe", "translate"] | None = None
+    hotwords: Annotated[str, Meta(max_length=LONGEST_FIELD)] | None = None
     long: Literal["sequential", "chunked"] | None = None
     vad: bool | None = None
     beams: Annotated[int, Meta(ge=1, le=MAX_BEAMS)] | None = None
@@ -126,7 +129,8 @@ async def _answer(models: Models, memory: SoundMemory, task: str, call: Call) ->
 
         await receive_form(call.http, form, take)
         body = read_form(_with_objects(form.given()), TranscriptionForm)
-        _check(body, form, models)
+        _check(body, form, models, task)
+        task = body.task or task
         service = await stack.enter_async_context(use_model(models, body.model, call.http, body.deadline, speech=True))
         seconds = service.deadline(body.deadline)
         ends = None if seconds is None else begun + seconds
@@ -140,8 +144,8 @@ async def _answer(models: Models, memory: SoundMemory, task: str, call: Call) ->
         salt, priority = (body.cache_salt or "").encode(), priority_of(body.priority, service.limits) or 0
         request = SpeechRequest(service, samples, settings, salt, priority, ends, seconds)
         response = await _respond(request, body, task, call.http, stack)
-        if body.prompt and await _is_cut(service, body.prompt):
-            response.headers[TRUNCATED] = "prompt"
+        if cut := await _cut_fields(service, settings, "hotwords" if body.hotwords else "keywords"):
+            response.headers[TRUNCATED] = ", ".join(cut)
         return response
 
 
@@ -169,7 +173,10 @@ async def _respond(
     if not body.stream:
         wanted = tuple(body.timestamp_granularities or ("segment",))
         transcript = await unless_disconnected(http, _collect(request))
-        return _written(transcript, body.response_format, task, wanted, _logprobs(request, transcript.segments))
+        response = _written(transcript, body.response_format, task, wanted, _logprobs(request, transcript.segments))
+        if transcript.incomplete:
+            response.headers[INCOMPLETE] = transcript.incomplete
+        return response
     rest = stack.pop_all()
     events = _events(request)
 
@@ -197,7 +204,7 @@ async def _events(request: SpeechRequest) -> AsyncGenerator[bytes, None]:
             first = False
             yield sse_event({"type": "transcript.text.delta", "delta": text, **_logprobs(request, [event])})
         else:
-            more = {**_logprobs(request, event.segments), "usage": _usage(event)}
+            more = {**_logprobs(request, event.segments), **_incomplete(event), "usage": _usage(event)}
             yield sse_event({"type": "transcript.text.done", "text": event.text, **more})
 
 
@@ -211,8 +218,9 @@ def _logprobs(request: SpeechRequest, segments: Iterable[Segment]) -> dict[str, 
     return {"logprobs": [token_logprob(tokenizer, token, logprob) for token, logprob in pairs if token < end]}
 
 
-def _check(body: TranscriptionForm, form: MultipartForm, models: Models) -> None:
-    """Raises ApiError for fields that contradict each other or are not supported, and for a form without a file."""
+def _check(body: TranscriptionForm, form: MultipartForm, models: Models, task: str) -> None:
+    """Raises ApiError for fields that contradict each other or the task of the route, or are not supported, and for a form
+    without a file."""
     if form.filename is None:
         raise ApiError(400, "file is missing; give it", param="file", code="missing_field")
     if not form.content:
@@ -223,6 +231,10 @@ def _check(body: TranscriptionForm, form: MultipartForm, models: Models) -> None
     if body.response_format == "diarized_json":
         why = "response_format: diarized_json needs speakers, which are not told apart; use verbose_json"
         raise ApiError(400, why, param="response_format", code="unsupported")
+    if task == "translate" and body.task == "transcribe":
+        raise bad("task: this route translates; send the file to /v1/audio/transcriptions", "task")
+    if body.keywords and body.hotwords:
+        raise bad("hotwords: keywords are the same as a list; give one of them", "hotwords")
     if body.chunking_strategy is not None and body.vad is False:
         raise bad("chunking_strategy cuts in silences, and vad is false; leave one of them out", "chunking_strategy")
     if body.chunking_strategy is not None and body.long == "sequential":
@@ -243,7 +255,8 @@ def _settings(body: TranscriptionForm, task: str, service: Service) -> SpeechSet
     assert service.llm.speech is not None
     language = None if body.language in (None, "", "auto") else body.language
     given: dict[str, Any] = {"temperatures": (body.temperature,)} if body.temperature else {}
-    given |= {"languages": tuple(body.languages or ()), "hotwords": " ".join(body.keywords or ()), "vad": body.vad is not False}
+    given |= {"languages": tuple(body.languages or ()), "vad": body.vad is not False}
+    given |= {"hotwords": body.hotwords or " ".join(body.keywords or ())}
     given |= {"multilingual": bool(body.multilingual), "beams": body.beams or 1}
     given |= {"long": body.long or ("sequential" if body.vad is False else "chunked"), "logprobs": bool(body.include)}
     if isinstance(body.chunking_strategy, ServerVad):
@@ -259,15 +272,20 @@ def _settings(body: TranscriptionForm, task: str, service: Service) -> SpeechSet
         raise bad(str(error), "languages") from None
 
 
-async def _is_cut(service: Service, prompt: str) -> bool:
-    """Whether a prompt has more tokens than the decoder's half of the context takes."""
+async def _cut_fields(service: Service, settings: SpeechSettings, hotwords: str) -> list[str]:
+    """Names of the fields whose text has more tokens than stand before a window. hotwords: the field that has them."""
     if service.llm.loaded is None:
-        return False
-    most = service.llm.loaded.max_model_len // 2 - 1
-    if len(prompt.encode()) <= most:  # a token has at least one byte
-        return False
-    ids = await service.llm.encode(f" {prompt.strip()}", add_special=False, parse_special=False, limited=False)
-    return len(ids) > most
+        return []
+    context, named = service.llm.loaded.max_model_len, await _count_tokens(service, settings.hotwords)
+    room = context // 2 - 1 - min(named, most_hotwords(context))
+    cut = ["prompt"] if await _count_tokens(service, settings.prompt) > room else []
+    return [*cut, hotwords] if named > most_hotwords(context) else cut
+
+
+async def _count_tokens(service: Service, text: str) -> int:
+    if not text.strip():
+        return 0
+    return len(await service.llm.encode(f" {text.strip()}", add_special=False, parse_special=False, limited=False))
 
 
 def _written(transcript: Transcript, form: str, task: str, wanted: Sequence[str], logprobs: dict[str, Any]) -> Response:
@@ -278,7 +296,7 @@ def _written(transcript: Transcript, form: str, task: str, wanted: Sequence[str]
         return _text(FORMATS[TEXT_FORMATS[form]](transcript))
     usage = {"type": "duration", "seconds": round(transcript.duration, 3)}
     if form == "json":
-        return as_response({"text": transcript.text, **logprobs, "usage": usage})
+        return as_response({"text": transcript.text, **logprobs, **_incomplete(transcript), "usage": usage})
     parts: dict[str, Any] = {}
     if "segment" in wanted:
         parts["segments"] = [_segment(one) for one in transcript.segments]
@@ -294,9 +312,16 @@ def _written(transcript: Transcript, form: str, task: str, wanted: Sequence[str]
             **parts,
             "skipped": transcript.skipped,
             "fallbacks": transcript.fallbacks,
+            "resets": transcript.resets,
+            **_incomplete(transcript),
             "usage": usage,
         }
     )
+
+
+def _incomplete(transcript: Transcript) -> dict[str, Any]:
+    """Field with the reason why a part of the sound was not transcribed, if there is one."""
+    return {"incomplete": transcript.incomplete} if transcript.incomplete else {}
 
 
 def _segment(segment: Segment) -> dict[str, Any]:

@@ -32,6 +32,7 @@ TOKENS_PER_SECOND = 50  # price of a second of sound in quotas: positions of the
 TOGETHER = 8  # windows of one file in the engine at a time
 POLL_SECONDS = 0.02  # between two checks for room in the queue
 RETRY_SECONDS = 5
+DEADLINE = "deadline"  # why a transcript is incomplete
 
 
 @dataclass(eq=False, slots=True)
@@ -92,9 +93,11 @@ class SpeechRequest:
     ends: float | None = None
     seconds: float | None = None  # of its deadline, for errors
     windows: int = 0  # requests of the engine so far
+    late: DeadlineError | None = None  # the deadline passed
 
     async def events(self) -> AsyncIterator[Segment | Transcript]:
-        """Each segment when it is final, then the transcript. Raises the errors that `as_api_error` knows."""
+        """Each segment when it is final, then the transcript: of the segments that are ready if the deadline passes. Raises the
+        errors that `as_api_error` knows; DeadlineError if no segment is ready."""
         service = self.service
         assert service.llm.speech is not None
         assert service.llm.loaded is not None
@@ -103,9 +106,13 @@ class SpeechRequest:
         PRINCIPAL.get().charge("tokens", math.ceil(TOKENS_PER_SECOND * duration))
         context, tokenizer = service.llm.loaded.max_model_len, service.llm.opened.tokenizer
         whole = Transcription(self.samples, None, tokens, tokenizer, audio, context, self.settings, service.llm.detector)
+        ready = False
         async for event in self._start(whole):
+            ready = True
             yield event
-        transcript = whole.transcript()
+        if self.late is not None and not ready:
+            raise self.late
+        transcript = whole.transcript("" if self.late is None else DEADLINE)
         service.metrics.record_transcript(transcript, self.windows)
         yield transcript
 
@@ -118,7 +125,10 @@ class SpeechRequest:
         async def run(job: Running, queue: asyncio.Queue[Segment | None]) -> None:
             try:
                 async with places:
-                    await self._drive(job, queue)
+                    if self.late is None:
+                        await self._drive(job, queue)
+            except DeadlineError as error:
+                self.late = error
             finally:
                 queue.put_nowait(None)
 

@@ -248,13 +248,13 @@ def largest_rank(shape: ModelShape, load: Load, layout: Layout = ONE) -> Bytes:
 
 
 def encoder_bytes(shape: ModelShape) -> int:
-    """Bytes of an encoder of sound: the pool in float32 with the K and V of all its layers, and the buffers of a window."""
+    """Bytes of an encoder of sound: the pool in float32 with the K and V of one layer, and the buffers of a window."""
     rows = shape.source_positions
     if not rows:
         return 0
     encoder = replace(shape, layers=shape.encoder_layers, source_positions=0, encoder_layers=(), convolutions=(), config=None)
     pages = scratch_blocks(BLOCK, rows) * BLOCK // PAGE
-    taken = sum(pages * layer.kv_bytes("float32") for layer in shape.encoder_layers)
+    taken = max(pages * layer.kv_bytes("float32") for layer in shape.encoder_layers)
     taken += sum(reserved(kind, width, rows) for kind, width in layer_buffers(encoder)) + reserved("float", shape.hidden, rows)
     # The first convolution has two rows for each position.
     return taken + 2 * reserved("float", max(linear.inputs for linear in shape.convolutions), 2 * rows)
