@@ -13,7 +13,7 @@ from tests.e2e import test_equalities as equalities
 from tests.tiny import VOCAB, finish, tokens_of
 from tests.tiny_native import native_alone, native_engine, native_model
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2", "olmo2", "arcee", "glm4", "granite", "ministral3", "exaone4")
 
 
 @pytest.fixture(autouse=True)

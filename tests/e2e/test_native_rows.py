@@ -16,6 +16,7 @@ from tests.tiny_native import Feeder, native_model, native_program
 
 LENGTH = 40
 FORMS = ("", "int8")
+THREADS = {"": (3, 16), "int8": (2, 7)}
 ISAS = tuple(core.module().cpu_info()["isas"])
 
 
@@ -39,7 +40,13 @@ class Rows(Feeder):
         return [np.hstack(pair) for pair in zip(logits, np.split(hidden, np.cumsum(counts)[:-1]), strict=True)]
 
 
-@pytest.fixture(params=[("llama", 8), ("llama", 32), ("gemma3_text", 32), ("gpt2", 8)], ids=str)
+# By the order of operations: Llama's, norms around branches, LayerNorm; norms after branches, squared ReLU, half of a head
+# rotated, multipliers, queries that grow with the position, layers without rotation.
+MODELS = [("llama", 8), ("llama", 32), ("gemma3_text", 32), ("gpt2", 8)]
+MODELS += [(name, 32) for name in ("olmo2", "arcee", "glm4", "granite", "ministral3", "exaone4")]
+
+
+@pytest.fixture(params=MODELS, ids=str)
 def model(request: pytest.FixtureRequest) -> Model:
     architecture, head_dim = request.param
     return native_model(architecture, head_dim=head_dim, ffn=172)
@@ -72,9 +79,9 @@ def test_batches_of_one_to_33(model: Model, quantize: str) -> None:
 
 @pytest.mark.parametrize("quantize", FORMS)
 def test_threads_and_mixed_steps(model: Model, quantize: str) -> None:
-    """Two and three threads, and chunks in a step with single tokens."""
+    """Up to 16 threads, and chunks in a step with single tokens."""
     (alone,) = Rows(native_program(model, quantize=quantize), texts(1)).whole()
-    for threads in (2, 3):
+    for threads in THREADS[quantize]:
         feeder = Rows(native_program(model, quantize=quantize, threads=threads), [*texts(1), *texts(3, seed=1)])
         feeder.feed((0, 0, 9), (1, 0, 30))
         feeder.feed((2, 0, LENGTH), (0, 9, 20))
