@@ -22,6 +22,20 @@ class Samples(Protocol):
     def __getitem__(self, part: slice, /) -> np.ndarray: ...
 
 
+class SampleRange:
+    """Samples [start, end) of a sound, read on demand."""
+
+    def __init__(self, samples: Samples, start: int, end: int) -> None:
+        self.samples, self.start, self.end = samples, start, end
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        start, end, _ = part.indices(len(self))
+        return self.samples[self.start + start : self.start + max(start, end)]
+
+
 class LogMel:
     """The log-mel rows of one file, computed on demand. Rows are normalised by the loudest value of the whole file.
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from headrace.audio.decode import samples_of
-from headrace.audio.mel import HOP, RATE, LogMel, Samples
+from headrace.audio.mel import HOP, RATE, LogMel, SampleRange, Samples
 from headrace.audio.transcript import Fallback, Reset, Segment, Skipped, Transcript
 from headrace.audio.vad import FRAME, SPEECH, Part, SpeechBounds, VoiceDetector, chunks, clips, speech_parts
 from headrace.audio.vocabulary import SpeechTokens
@@ -235,7 +235,7 @@ class Transcription:
             return [Section(parts, LogMel(samples, self.audio.bins), 0, known)] if parts else []
         return [
             # The rows of a window of its own are normalised by its loudest value.
-            Section([part], LogMel(_Cut(samples, *part), self.audio.bins), number, list(known), spoken=part[0] / RATE)
+            Section([part], LogMel(SampleRange(samples, *part), self.audio.bins), number, list(known), spoken=part[0] / RATE)
             for number, part in enumerate(parts)
         ]
 
@@ -248,7 +248,7 @@ class Transcription:
 
     def _frames(self, section: Section, start: int, end: int) -> Frames:
         """The window of rows [start, end) of the file, cut to the length of a window, with silence after it."""
-        offset = section.mel.samples.start // HOP if isinstance(section.mel.samples, _Cut) else 0
+        offset = section.mel.samples.start // HOP if isinstance(section.mel.samples, SampleRange) else 0
         rows = min(end - start, self.audio.rows)
         positions = self._short_positions or self.audio.positions
         window = np.zeros((positions * self._rows_per_step, self.audio.bins), np.float32)
@@ -473,20 +473,6 @@ class Transcription:
             add(slice(start, end), base + (tokens[start] - first) * STEP, base + (tokens[end - 1] - first) * STEP)
         moved = (tokens[ends[-1] - 1] - first) * per_step
         return made, moved if moved and not closed else size
-
-
-class _Cut:
-    """Samples [start, end) of a sound, read on demand."""
-
-    def __init__(self, samples: Samples, start: int, end: int) -> None:
-        self.samples, self.start, self.end = samples, start, end
-
-    def __len__(self) -> int:
-        return self.end - self.start
-
-    def __getitem__(self, part: slice, /) -> np.ndarray:
-        start, end, _ = part.indices(len(self))
-        return self.samples[self.start + start : self.start + max(start, end)]
 
 
 def _silences(parts: Sequence[Part], count: int) -> list[Skipped]:
