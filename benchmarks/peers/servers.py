@@ -73,6 +73,13 @@ def free_port() -> int:
 @contextmanager
 def started(name: str, command: str, log: Path, kind: str) -> Iterator[Server]:
     """A server that answers. It is killed at the end. Raises ValueError if it ends, or does not answer in time."""
+    with launched(name, command, log) as (process, port):
+        yield Server(name, process, _wait(name, process, f"http://127.0.0.1:{port}/v1", kind, log))
+
+
+@contextmanager
+def launched(name: str, command: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The process and the port of a server that begins. It is killed at the end. Raises ValueError if it cannot start."""
     port = free_port()
     with log.open("wb") as output:
         words = shlex.split(command.replace("{port}", str(port)))
@@ -81,8 +88,7 @@ def started(name: str, command: str, log: Path, kind: str) -> Iterator[Server]:
         except OSError as error:
             raise ValueError(f"server {name}: cannot start {words[0]}: {error.strerror}") from None
     try:
-        base = f"http://127.0.0.1:{port}/v1"
-        yield Server(name, process, _wait(name, process, base, kind, log))
+        yield process, port
     finally:
         for number in (signal.SIGCONT, signal.SIGKILL):
             try:

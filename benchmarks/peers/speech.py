@@ -95,13 +95,20 @@ def words(text: str, language: str) -> list[str]:
 
 
 def start(
-    stack: ExitStack, model: str, engine: engines.PeerEngine | None, format: str, way: str, temperature: float | None
+    stack: ExitStack,
+    model: str,
+    engine: engines.PeerEngine | None,
+    format: str,
+    way: str,
+    temperature: float | None,
+    **more: Any,
 ) -> Engine:
-    """Start an engine's worker (None: ours) and load the model in it. Raises ValueError."""
+    """Start an engine's worker (None: ours) and load the model in it. more: settings of this worker. Raises ValueError."""
     name = OURS if engine is None else engine.name
     command = worker_command(engines.WORKERS / "ours_speech.py") if engine is None else engine.command
     worker = start_worker(stack, f"speech-{name}-{format}-{way}", command, SOURCE if name == OURS else {})
     setting = {"quantize": None if format == "bf16" else format, "long": way, "vad": True, "temperature": temperature}
+    setting |= more
     about = worker.ask(model=model, setting=setting, threads=cores(), kv_bytes=KV_BYTES)
     say(f"{name} {format} {way}: {about['about']}")
     return Engine(name, format, way, worker, [])

@@ -1,7 +1,9 @@
-"""faster-whisper. Settings and prompts are those of ours_speech.py."""
+"""faster-whisper. Settings and prompts are those of ours_speech.py. Two more settings: at_once, a thread for each file; and
+workers, of the engine, which divide its threads."""
 
 import time
 import wave
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import faster_whisper
@@ -12,7 +14,11 @@ TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 class Worker:
     def __init__(self, model: str, threads: int, setting: dict[str, Any], kv_bytes: float) -> None:
-        whisper = faster_whisper.WhisperModel(model, device="cpu", compute_type=setting["quantize"], cpu_threads=threads)
+        workers = setting.get("workers", 1)
+        whisper = faster_whisper.WhisperModel(
+            model, device="cpu", compute_type=setting["quantize"], cpu_threads=max(1, threads // workers), num_workers=workers
+        )
+        self.at_once = setting.get("at_once", False)
         self.options: dict[str, Any] = {"beam_size": 1, "vad_filter": setting["vad"]}
         self.options["temperature"] = TEMPERATURES if setting["temperature"] is None else setting["temperature"]
         self.transcribe = whisper.transcribe
@@ -28,8 +34,13 @@ class Worker:
                 numbers = np.frombuffer(sound.readframes(sound.getnframes()), np.int16)
             sounds.append((numbers.astype(np.float32) / 32768 * np.float32(factor), language))
         start = time.perf_counter()
-        texts = []
-        for each, language in sounds:
-            segments, _ = self.transcribe(each, language=language, **self.options)
-            texts.append(" ".join(segment.text.strip() for segment in segments))
+        if self.at_once:
+            with ThreadPoolExecutor(len(sounds)) as threads:
+                texts = list(threads.map(self.text, *zip(*sounds, strict=True)))
+        else:
+            texts = [self.text(*sound) for sound in sounds]
         return 0.0, time.perf_counter() - start, texts
+
+    def text(self, samples: np.ndarray, language: str) -> str:
+        segments, _ = self.transcribe(samples, language=language, **self.options)
+        return " ".join(segment.text.strip() for segment in segments)
