@@ -194,6 +194,11 @@ class ModelConfig:
         return [at for at, layer in enumerate(self.layers) if layer.kv_from is None]
 
     @property
+    def full_layer(self) -> LayerConfig:
+        """The first layer that attends to all tokens; the first layer if each has a window."""
+        return next((layer for layer in self.layers if layer.window is None), self.layers[0])
+
+    @property
     def shares_kv(self) -> bool:
         """Whether a layer reads the K and V of another."""
         return any(layer.kv_from is not None for layer in self.layers)

@@ -146,7 +146,7 @@ def with_gguf_architecture(config: ModelConfig) -> ModelConfig:
 
 def metadata(config: ModelConfig, name: str = "") -> dict[str, Any]:
     """Metadata keys of a config from `stored_config`, or of another decoder. name: general.architecture, if different."""
-    layer, name = full_layer(config), name or config.architecture
+    layer, name = config.full_layer, name or config.architecture
     eps = "layer_norm_epsilon" if name == "gpt2" else "layer_norm_rms_epsilon"
     keys: dict[str, Any] = {
         "context_length": config.max_position,
@@ -166,11 +166,6 @@ def metadata(config: ModelConfig, name: str = "") -> dict[str, Any]:
         keys |= {"embedding_scale": config.embed_scale, "residual_scale": 1.0, "logit_scale": 1 / config.head_scale}
         keys |= {"attention.scale": config.attn_scale} if config.attn_scale is not None else {}
     return {"general.architecture": name} | shape_keys(name, config) | {f"{name}.{key}": value for key, value in keys.items()}
-
-
-def full_layer(config: ModelConfig) -> LayerConfig:
-    """The first layer that attends to all tokens; the first layer if each has a window."""
-    return next((layer for layer in config.layers if layer.window is None), config.layers[0])
 
 
 def _scaling_keys(rope: RopeConfig) -> dict[str, Any]:
@@ -196,7 +191,7 @@ def _window_keys(config: ModelConfig) -> dict[str, Any]:
     if local is None:
         return {}
     keys: dict[str, Any] = {"attention.sliding_window": local.window}
-    if full_layer(config).window is None:
+    if config.full_layer.window is None:
         keys["attention.sliding_window_pattern"] = np.array([layer.window is not None for layer in config.layers])
     return keys if local.rope is None else keys | {"rope.freq_base_swa": local.rope.theta}
 
@@ -222,7 +217,7 @@ def shape_keys(prefix: str, config: ModelConfig) -> dict[str, int]:
 
 def made_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     """Tensors of a GGUF file that are not parameters: the frequency divisors of a rotary scaling, float32."""
-    layer = full_layer(config)
+    layer = config.full_layer
     if (rope := layer.rope) is None or rope.scaling not in ("llama3", "divisors"):
         return {}
     if rope.short:

@@ -93,7 +93,7 @@ class Heads:
 
 def heads_config(kind: str, target: ModelConfig) -> ModelConfig:
     """The model configuration of heads: a feature layer has one layer, shaped like the target's; the others have none."""
-    like = next((layer for layer in target.layers if layer.window is None), target.layers[0])
+    like = target.full_layer
     rope = replace(like.rope or RopeConfig(), interleaved=False)
     return ModelConfig(
         architecture="llama",
