@@ -40,9 +40,10 @@ ROPES: dict[str, Callable[[int], RopeConfig]] = {
 
 def tiny_config(architecture: str = "llama", **changes: Any) -> ModelConfig:
     """Two layers, four heads over two K/V heads. `changes` are of the model, or of each of its layers; `num_layers` and, of
-    gemma, which of them slide; `share`: how many neighbours read one layer's K and V; `kv_from`: by layer, the one whose
-    K and V it reads."""
+    gemma, which of them slide; `sliding`: changes of these, as pairs; `share`: how many neighbours read one layer's K and V;
+    `kv_from`: by layer, the one whose K and V it reads."""
     share, sources = changes.pop("share", 1), changes.pop("kv_from", None)
+    of_sliding = dict(changes.pop("sliding", ()))
     layer: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "rope": RopeConfig()}
     model: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "max_position": 512}
     slides = [False] * changes.pop("num_layers", 2)
@@ -63,7 +64,7 @@ def tiny_config(architecture: str = "llama", **changes: Any) -> ModelConfig:
     slides = list(changes.pop("slides", (True, False))) if architecture in ("gemma2", "exaone4") else slides
     numbers = {field.name for field in fields(LayerConfig)}
     each = LayerConfig(**{**layer, **{name: value for name, value in changes.items() if name in numbers}})
-    sliding = replace(each, window=12, rope=RopeConfig(theta=1000.0))
+    sliding = replace(each, window=12, rope=RopeConfig(theta=1000.0), **of_sliding)
     each = replace(each, rope=None) if architecture in ("smollm3", "exaone4") else each
     model |= {name: value for name, value in changes.items() if name not in numbers}
     layers = [sliding if slid else each for slid in slides]
@@ -98,9 +99,8 @@ def tiny_engine(
     windows: bool = True,
     **cache: bool,
 ) -> Engine:
-    """An engine without a tokenizer over a torch runner. windows: layers with a window have a pool of their own, if there are
-    any."""
-    window = window_sizes(model, block_size, seqs, budget, blocks) if windows else {}
+    """An engine without a tokenizer over a torch runner. windows: layers with a window give up blocks, if there are any."""
+    window = window_sizes(model, block_size, seqs, budget, blocks) if windows else kept_windows(model, blocks)
     config = EngineConfig(
         SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=256),
         CacheConfig(blocks, block_size, **cache, **window),
@@ -116,6 +116,11 @@ def window_sizes(model: Model, block_size: int, seqs: int, budget: int, blocks: 
     """Window and blocks of the window layers' pool for contexts of 256 tokens, as a memory plan has them."""
     window = model.config.shared_window(256)
     return {"window": window, "window_blocks": min(blocks, window_blocks(window, block_size, seqs, budget))} if window else {}
+
+
+def kept_windows(model: Model, blocks: int) -> dict[str, int]:
+    """Window and blocks of a pool of window layers that keeps all K and V; none if all layers fit one pool."""
+    return {"window": 1 << 20, "window_blocks": blocks} if len(model.config.kv_sizes) > 1 else {}
 
 
 def finish(engine: Engine) -> None:

@@ -21,7 +21,7 @@ from headrace.models.gguf import decoder
 from headrace.runner.runner import Runner
 from headrace.weights.origins import NameMap, Origin
 from tests.models.zoo import MemorySource, written
-from tests.tiny import finish, tiny_config, tiny_model, tokens_of, window_sizes
+from tests.tiny import finish, kept_windows, tiny_config, tiny_model, tokens_of, window_sizes
 
 BLOCK = 16
 MAX_LEN = 256
@@ -86,7 +86,7 @@ def native_engine(
     """Like tests.tiny.tiny_engine on the native core, whose blocks are 16 tokens: as many as hold the same."""
     blocks = -(-blocks * block_size // BLOCK)
     scheduler = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=MAX_LEN)
-    window = window_sizes(model, BLOCK, seqs, budget, blocks) if windows else {}
+    window = window_sizes(model, BLOCK, seqs, budget, blocks) if windows else kept_windows(model, blocks)
     config = EngineConfig(scheduler, CacheConfig(blocks, BLOCK, **cache, **window))
     program = native_program(model, blocks=blocks, quantize=quantize, kv_dtype=kv_dtype, **window)
     return Engine(InProcess(Runner(program)), config, vocab_size=model.config.vocab_size, speculation=speculation)

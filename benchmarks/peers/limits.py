@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.bench.interleave import Cell
 from headrace.data.config import ModelConfig
-from headrace.kv.layout import kv_shape
+from headrace.kv.layout import all_kv_shapes
 from headrace.models.registry import describe
 from headrace.startup.loading import Opened
 from headrace.weights.parts import plan
@@ -67,7 +67,8 @@ def limit_of(cell: Cell, work: Work, config: ModelConfig, machine: dict[str, Any
     begin, rows = (context, 1) if cell.new_tokens else (0, cell.prompt)
     linear = cell.batch * (rows * work.layer_products + work.head_products)
     attention = cell.batch * attention_products(config, begin, begin + rows)
-    kv = cell.batch * context * kv_shape(config).block_bytes(1, KV_BYTES) if cell.new_tokens else 0.0
+    kv_bytes = sum(shape.block_bytes(context, KV_BYTES) for shape in all_kv_shapes(config))
+    kv = cell.batch * kv_bytes if cell.new_tokens else 0.0
     products = linear / int8 + attention / bf16
     memory = (work.weight_bytes + kv) / (machine["bandwidth_gb_s"] * 1e9)
     return Limit("memory", memory) if memory > products else Limit("products", products)

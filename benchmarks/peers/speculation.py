@@ -26,7 +26,7 @@ from headrace.bench.worker import EngineProcess
 from headrace.cli.options import writable
 from headrace.cli.output import print_table, say, status
 from headrace.host import cores
-from headrace.kv.layout import kv_shape
+from headrace.kv.layout import all_kv_shapes
 from headrace.startup.loading import Opened, open_model
 from headrace.weights.store import home
 from headrace.workflows.prompts import Prompt, read_prompts
@@ -178,7 +178,8 @@ def compare(
     texts: dict[tuple[int, ...], str] = {}
     cells = {task: _cell(opened, task, prompts, new_tokens, texts) for task, prompts in tasks.items()}
     longest = max(cell.prompt for cell in cells.values()) + new_tokens
-    kv_bytes = sum(kv_shape(one.config).block_bytes(longest + SPARE_TOKENS, KV_ELEMENT) for one in (opened, small))
+    shapes = [shape for one in (opened, small) for shape in all_kv_shapes(one.config)]
+    kv_bytes = sum(shape.block_bytes(longest + SPARE_TOKENS, KV_ELEMENT) for shape in shapes)
     task_of_all = {"threads": threads or cores(), "kv_bytes": kv_bytes}
     begin = heading(opened, rounds)
     result: dict[str, Any] = {"model": begin.pop("model"), "draft": small.path.name, **begin}

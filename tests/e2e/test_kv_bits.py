@@ -176,7 +176,7 @@ def test_a_written_model_selects_its_kv_format(
     code, _, err = shell(*given)
     assert code == 0, err
     opened = open_files(tmp_path / out)
-    said = kv_settings(opened.source, kv_shape(opened.config))
+    said = kv_settings(opened.source, opened.config)
     assert said is not None
     assert said.format == "int4"
     assert said.centre.shape == (2, 16)

@@ -28,6 +28,7 @@ from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_engine, tiny_
 from tests.tiny_native import native_alone, native_engine, native_model
 
 WINDOW = 12
+SIZES = (("kv_heads", 2), ("head_dim", 16))
 # Layers with a window below, between and above others; the last model has no others.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"slides": (True, True, False, True)}),
@@ -36,6 +37,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("llama", {"window": WINDOW}),
     # The last layers read the K/V of an earlier layer of their kind, which is not the nearest.
     "reading": ("gemma3_text", {"slides": (True, False, True, False, True, False), "kv_from": (None, None, None, None, 0, 1)}),
+    # Layers with a window have K/V of another size.
+    "sizes": ("gemma3_text", {"slides": (True, True, False, True), "sliding": SIZES}),
+    "sizes, reading": ("gemma3_text", {"slides": (True, False, True, False), "sliding": SIZES, "kv_from": (None, None, 0, 1)}),
 }
 
 
@@ -136,9 +140,10 @@ def test_forks_copy_the_blocks_of_both_tables(poisoned: Side, blocks: int) -> No
     equalities.test_child_i_of_n_equals_the_single_run_with_its_key(poisoned.model, blocks)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "sizes, reading"])
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4"])
-def test_every_kv_format(kv_dtype: str) -> None:
-    side = Side("native", "gemma3")
+def test_every_kv_format(kv_dtype: str, name: str) -> None:
+    side = Side("native", name)
     jobs = equalities.load(seed=5, count=6)
     engine = side.engine(kv_dtype=kv_dtype, budget=7)
     requests = [engine.add(prompt, params) for prompt, params in jobs]

@@ -166,9 +166,9 @@ def test_attention_maps_reproduce_attention(architecture: str) -> None:
     how = {"rope": model.ropes[0], "window": layer.window, "scale": 0.4}  # type: ignore[attr-defined]
     made = attention(q, k, v, ctx, 0, **how).view(len(TEXT), 4, 8)
     values = v.view(len(TEXT), -1, 8).repeat_interleave(4 // layer.kv_heads, 1)
-    assert torch.allclose(torch.einsum("hqk,khd->qhd", attention_map(q, k, ctx, **how).exp(), values), made, atol=1e-12)
+    assert torch.allclose(torch.einsum("hqk,khd->qhd", attention_map(q, k, ctx, 0, **how).exp(), values), made, atol=1e-12)
     with pytest.raises(ValueError, match="attention maps of a model with softcap are not taken"):
-        attention_map(q, k, ctx, softcap=3.0)
+        attention_map(q, k, ctx, 0, softcap=3.0)
 
 
 def test_the_loss_excludes_the_prompt() -> None:

@@ -38,11 +38,15 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class WindowPool:
-    """Pool of the layers with a window of at most `window` tokens. blocks: number of blocks that is always enough."""
+    """Pool of the layers with a window of at most `window` tokens.
+
+    blocks: number of blocks that is always enough. needed: for any context, as these K/V do not fit the other pool.
+    """
 
     window: int
     block_bytes: int
     blocks: int
+    needed: bool = False
 
 
 def window_blocks(window: int, block_size: int, max_num_seqs: int, chunk: int) -> int:
@@ -118,7 +122,7 @@ def plan(
             )
         context = fits
     kv_bytes = _pools(blocks, block_bytes, window)
-    if window is not None and context <= window.window:  # no row is farther back than the window
+    if window is not None and context <= window.window and not window.needed:  # no row is farther back than the window
         window = None
     in_windows = 0 if window is None else min(blocks, window.blocks)
     summary = f"KV cache of at most {gib(kv_bytes)} for {blocks * block_size:,} tokens, context {context:,}"

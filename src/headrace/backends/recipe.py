@@ -202,7 +202,7 @@ class Recipe:
         block_bytes += sum(sum(kv_bytes(model.config, 0)) for name, model in self.models.items() if name != TARGET.name)
         if self.features:  # hidden rows of the target, and K and V of the heads
             block_bytes += BLOCK_SIZE * config.hidden_size * row_bytes
-            block_bytes += sum(kv_bytes(replace(config, layers=config.layers[:1]), 0)) if self.heads.chains else 0
+            block_bytes += sum(kv_bytes(replace(config, layers=(config.full_layer,)), 0)) if self.heads.chains else 0
         if not self.propagates:  # the rows at the exits
             block_bytes += len(self.exits) * BLOCK_SIZE * config.hidden_size * row_bytes
         if settings.speculate == "suffix":  # automata of running sequences and of ended outputs
@@ -226,4 +226,5 @@ class Recipe:
         settings = self.settings
         limits = settings.max_num_seqs, settings.policy, settings.max_num_batched_tokens
         chunk = SchedulerConfig.preset(settings.preset, self.longest, *limits).max_num_batched_tokens
-        return memory.WindowPool(window, block_bytes, memory.window_blocks(window, BLOCK_SIZE, settings.max_num_seqs, chunk))
+        blocks = memory.window_blocks(window, BLOCK_SIZE, settings.max_num_seqs, chunk)
+        return memory.WindowPool(window, block_bytes, blocks, len(self.target.config.kv_sizes) > 1)

@@ -11,7 +11,7 @@ from headrace.bench.interleave import Cell, Variant
 from headrace.bench.machine import Say, commit, machine
 from headrace.bench.worker import EngineProcess
 from headrace.data.config import ModelConfig
-from headrace.kv.layout import kv_shape
+from headrace.kv.layout import all_kv_shapes
 from headrace.startup.loading import Opened
 from headrace.weights.store import home
 
@@ -151,4 +151,5 @@ def fitting(cells: Sequence[Cell], config: ModelConfig, say: Say) -> list[Cell]:
 
 def kv_bytes(cells: Sequence[Cell], config: ModelConfig) -> int:
     """Bytes of KV cache that the largest cell needs in float32."""
-    return (max(cell.tokens for cell in cells) + SPARE_TOKENS) * kv_shape(config).block_bytes(1, KV_ELEMENT)
+    tokens = max(cell.tokens for cell in cells) + SPARE_TOKENS
+    return sum(shape.block_bytes(tokens, KV_ELEMENT) for shape in all_kv_shapes(config))

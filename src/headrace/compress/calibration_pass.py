@@ -148,7 +148,7 @@ def start_work(
 def measure_kv(opened: Opened, pipeline: Pipeline, texts: Texts, progress: Progress) -> KVSettings | None:
     """K/V settings of OUT with the mean keys over `texts`, or over texts drawn for it if there are none; None without --kv."""
     if pipeline.kv is None:
-        if (own := kv_settings(opened.source, kv_shape(opened.config))) is not None:
+        if (own := kv_settings(opened.source, opened.config)) is not None:
             progress.note(
                 f"{opened.path.name} asks for K and V in {own.format}, and what is written does not; for that give --kv"
             )

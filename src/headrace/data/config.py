@@ -177,14 +177,15 @@ class ModelConfig:
 
     def shared_window(self, context: int) -> int:
         """Number of tokens that the window layers' own block table keeps for contexts of `context` tokens: the largest window
-        below that.
+        below that, or of all windows if K/V differ in size, as a pool holds K/V of one size.
 
         0 if all layers stay in one table: there is no such window, rows see what follows them (encoders), or a layer outside
         the window reads the K/V of a layer with it, which gives blocks up.
         """
         if self.encoder or self.source is not None:
             return 0
-        window = max((each.window for each in self.layers if each.window is not None and each.window < context), default=0)
+        below = context if len(self.kv_sizes) == 1 else math.inf
+        window = max((each.window for each in self.layers if each.window is not None and each.window < below), default=0)
         slides = [each.window is not None and each.window <= window for each in self.layers]
         return 0 if any(slides[self.kv_layer(at)] and not slides[at] for at in range(self.num_layers)) else window
 
@@ -192,6 +193,11 @@ class ModelConfig:
     def kv_layers(self) -> list[int]:
         """Numbers of the layers with K and V of their own, ascending."""
         return [at for at, layer in enumerate(self.layers) if layer.kv_from is None]
+
+    @property
+    def kv_sizes(self) -> set[tuple[int, int]]:
+        """The K/V sizes of the layers: number of heads, and head size."""
+        return {(layer.kv_heads, layer.head_dim) for layer in self.layers}
 
     @property
     def full_layer(self) -> LayerConfig:

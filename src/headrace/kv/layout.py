@@ -1,5 +1,6 @@
 """Layout of a model's K/V: the shape of its pool and the bytes of a block, for pools, memory plans and `headrace fit`."""
 
+from collections import Counter
 from typing import NamedTuple
 
 from headrace.data.config import ModelConfig
@@ -62,14 +63,28 @@ def kv_places(config: ModelConfig, window: int) -> list[KVPlace]:
 
 
 def kv_shapes(config: ModelConfig, window: int) -> list[KVShape]:
-    """The shapes of a model's pools: one, or two with a window."""
-    shape, places = kv_shape(config), set(kv_places(config, window))
-    return [shape._replace(layers=sum(place.pool == pool for place in places)) for pool in range(2 if window else 1)]
+    """The shapes of a model's pools: one, or two with a window. Raises ValueError if K/V of one pool differ in size."""
+    places, counts = kv_places(config, window), [Counter[tuple[int, int]]() for _ in range(2 if window else 1)]
+    for number in config.kv_layers:
+        layer = config.layers[number]
+        counts[places[number].pool][layer.kv_heads, layer.head_dim] += 1
+    for sizes in counts:
+        if len(sizes) > 1:
+            raise ValueError(
+                f"a pool holds K and V of one shape, and this {config.architecture} has {sorted(sizes)} (heads, head size) in "
+                "one; only layers with a window may differ from the others, in the model that generates"
+            )
+    usual = min(config.kv_sizes, default=(1, 1))  # of a pool without layers
+    return [KVShape(sizes.total(), *next(iter(sizes), usual)) for sizes in counts]
 
 
 def kv_shape(config: ModelConfig) -> KVShape:
     """The shape of a model's pool, if it has one for all layers. Raises ValueError if layers differ in theirs."""
-    shapes = {(layer.kv_heads, layer.head_dim) for layer in config.layers} or {(1, 1)}
-    if len(shapes) > 1:
-        raise ValueError(f"a pool holds K and V of one shape, and this {config.architecture} has {sorted(shapes)}")
-    return KVShape(len(config.kv_layers), *shapes.pop())
+    (shape,) = kv_shapes(config, 0)
+    return shape
+
+
+def all_kv_shapes(config: ModelConfig) -> list[KVShape]:
+    """The K/V of all layers whatever their pools, for sums of bytes: one shape for each size."""
+    sizes = Counter((config.layers[number].kv_heads, config.layers[number].head_dim) for number in config.kv_layers)
+    return [KVShape(count, *size) for size, count in sizes.items()]

@@ -120,13 +120,16 @@ class FreshPool(KVPool):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(replace(config, layers=config.layers[:1]), num_blocks, block_size, dtype, device)
+        empty = {sizes: self.data.new_zeros(num_blocks, block_size, *sizes) for sizes in config.kv_sizes}
+        self._empty = [empty[layer.kv_heads, layer.head_dim] for layer in config.layers]
         self._config = config
         self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._written.get(self._config.kv_layer(layer)) or super().kv(0)
+        return self._written.get(self._config.kv_layer(layer)) or (self._empty[layer], self._empty[layer])
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        empty, shape = self._flats[0][0, 0], self.data[0, 0].shape
-        keys, values = (empty.index_copy(0, slots, rows.to(self.dtype)).view(shape) for rows in (k, v))
+        empty = self._empty[layer]
+        flat = empty.flatten(0, 1)
+        keys, values = (flat.index_copy(0, slots, rows.to(self.dtype)).view_as(empty) for rows in (k, v))
         self._written[layer] = keys, values

@@ -51,6 +51,10 @@ class Streamed:
         self.model = describe(read_config(source))
         if self.model.config.shares_kv:
             raise ValueError(f"{source.path}: layers that share K and V do not go one by one; begin with the original")
+        if len(self.model.config.kv_sizes) > 1:
+            raise ValueError(
+                f"{source.path}: layers with K/V of other sizes do not go one by one; take a model of equal layers"
+            )
         self.dtype = dtype
         self._pool = pool
         self._source = source

@@ -16,7 +16,6 @@ from headrace.data.config import parse_bytes
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, UPPER
 from headrace.data.settings import ACTIVATIONS, DEFERRED, DTYPES, PROPAGATE, ModelSettings
 from headrace.drafting.methods import check_speculation
-from headrace.kv.layout import kv_shape
 from headrace.parallel.ranks.lead import lead
 from headrace.parallel.refusals import unsupported_reason
 from headrace.runner.early_exit import DraftExits, Exit
@@ -109,7 +108,7 @@ def _start_offload(recipe: Recipe) -> Started:
 def _with_file_kv_dtype(recipe: Recipe) -> Recipe:
     """The recipe with the KV format of the target's file, if the caller gave none."""
     target = recipe.target
-    settings = None if target.config.encoder else kv_settings(target.source, kv_shape(target.config))
+    settings = None if target.config.encoder else kv_settings(target.source, target.config)
     if settings is None or recipe.settings.kv_dtype != "auto":
         return recipe
     log.info("K and V in %s, as %s asks for", settings.format, target.path.name)

@@ -71,6 +71,8 @@ def check_prefix_sharing(option: str, settings: ModelSettings, config: ModelConf
         raise ValueError(f"{option}: an encoder keeps no K/V between requests; leave {option} out")
     if config is not None and config.source is not None:
         raise ValueError(f"{option}: an encoder-decoder reads another source in each request; leave {option} out")
+    if config is not None and len(config.kv_sizes) > 1:
+        raise ValueError(f"{option} saves one pool, and layers of this model have K/V of other sizes; leave {option} out")
 
 
 def _limit(settings: ModelSettings) -> int:

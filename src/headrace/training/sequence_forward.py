@@ -72,7 +72,7 @@ def _attention_with_map(maps: list[torch.Tensor]) -> Any:
     """Return an attention op that also appends its map to `maps`."""
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context, layer: int, **options: Any) -> Any:
-        maps.append(attention_map(q, k, ctx, **options))
+        maps.append(attention_map(q, k, ctx, layer, **options))
         return OPS["attention"](q, k, v, ctx, layer, **options)
 
     return attention
@@ -82,6 +82,7 @@ def attention_map(
     q: torch.Tensor,
     k: torch.Tensor,
     ctx: Context,
+    layer: int,
     rope: Any = None,
     q_norm: Any = None,
     k_norm: Any = None,
@@ -95,7 +96,7 @@ def attention_map(
     """
     if unsupported := [name for name in ("softcap", "sinks", "bias") if options.get(name) is not None]:
         raise ValueError(f"attention maps of a model with {', '.join(unsupported)} are not taken; leave the loss attention out")
-    dim = ctx.pool.data.shape[-1]
+    dim = ctx.pool.kv(layer)[0].shape[-1]
 
     def heads(x: torch.Tensor, norm: Any) -> torch.Tensor:
         x = x.view(len(x), -1, dim)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.data.config import ModelConfig
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.source import WeightError, WeightSource
 
@@ -38,18 +39,19 @@ class KVSettings:
         return {"format": self.format, "centre": self.centre.tolist()}
 
 
-def kv_settings(source: WeightSource, shape: tuple[int, int, int]) -> KVSettings | None:
-    """Settings of a file, or None. shape: layers, KV heads and head size of the model. Raises WeightError if invalid."""
+def kv_settings(source: WeightSource, config: ModelConfig) -> KVSettings | None:
+    """Settings of a model's file, or None. Raises WeightError if invalid, and for layers whose K/V differ in width."""
     if isinstance(source, GGUFFile):
         stored = {"format": source.metadata.get(FORMAT_KEY), "centre": source.metadata.get(CENTRE_KEY)}
     else:
         stored = _of_folder(source.path)
     if stored.get("format") is None:
         return None
-    layers, heads, head_dim = shape
+    layers = config.kv_layers
     centre: np.ndarray
     try:
-        centre = np.asarray(stored.get("centre"), np.float32).reshape(layers, heads * head_dim)
+        (width,) = {config.layers[number].kv_size for number in layers}
+        centre = np.asarray(stored.get("centre"), np.float32).reshape(len(layers), width)
     except (TypeError, ValueError):
         centre = np.full(1, np.nan, np.float32)
     if stored["format"] not in FORMATS or not np.isfinite(centre).all():

@@ -81,10 +81,9 @@ def _rounding(opened: Opened, model: Model, kv_dtype: str) -> Rounded | None:
     model's file, or from the biases of the projection."""
     if kv_dtype not in FORMATS:
         return None
-    shape = kv_shape(opened.config)
-    settings = kv_settings(opened.source, shape)
-    shifts = k_shifts(model, _bias) if settings is None else settings.by_layer(opened.config.kv_layers)
-    return Rounded(kv_dtype, {layer: torch.tensor(shift).view(-1, shape.head_dim) for layer, shift in shifts.items()})
+    config, settings = opened.config, kv_settings(opened.source, opened.config)
+    shifts = k_shifts(model, _bias) if settings is None else settings.by_layer(config.kv_layers)
+    return Rounded(kv_dtype, {at: torch.tensor(shift).view(-1, config.layers[at].head_dim) for at, shift in shifts.items()})
 
 
 def _bias(layer: Linear) -> np.ndarray | None:

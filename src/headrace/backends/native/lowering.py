@@ -11,7 +11,6 @@ Sequence parallelism: in a long step of a model that several ranks share, each r
 the rows (`by_rows`), and receives the others as quantised inputs (`gather`).
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +23,9 @@ from headrace.backends.native.distances import bias_by_distance
 from headrace.backends.native.weights import PackedPart, PackedWeights
 from headrace.backends.protocol import RankGroup
 from headrace.data.config import ModelConfig
-from headrace.kv.layout import KVPlace, kv_places, kv_shape
+from headrace.kv.layout import KVPlace, kv_places
 from headrace.models.layers import Sinusoids
-from headrace.parallel.ranks.share import Share
+from headrace.parallel.ranks.share import Share, head_unit
 from headrace.runner.centring import k_shift
 from headrace.runner.last_use import ValueUses, leading_to_kv, stores_kv
 from headrace.runner.record import Node, RecordError, Recording, Segment
@@ -281,7 +280,7 @@ class Lowering:
             rope=self.ropes.number(settings["rope"]),
             q_norm=q_norm,
             k_norm=k_norm,
-            window=self._window(settings["window"]),
+            window=self._window(settings["window"], place.pool),
             softcap=settings["softcap"] or 0.0,
             sinks=None if settings["sinks"] is None else self.weights.vector(settings["sinks"]),
             k_shift=k_shift(self.segment, node, self.weights.bias, self.config, self.centre),
@@ -303,9 +302,11 @@ class Lowering:
         held = self.share.layers[settings["layer"]]
         return {"group": held.group, "skipped": held.first}
 
-    def _window(self, window: int | None) -> int:
-        """The window as the core takes it: 0 if no sequence is longer. Files write the largest integer for "no window"."""
-        return window if window is not None and window < self.ropes.positions else 0
+    def _window(self, window: int | None, pool: int) -> int:
+        """The window as the core takes it: 0 if no sequence is longer. Files write the largest integer for "no window". Layers
+        of the window pool always have one."""
+        longest = self.ropes.positions
+        return 0 if window is None or (window >= longest and not pool) else min(window, longest)
 
     def _bias(self, relative: Any, unit: float) -> np.ndarray | None:
         """What distances add to scores that are then scaled by `unit`."""
@@ -473,7 +474,8 @@ class Lowering:
         columns = node.settings["w"].columns
         if columns is None:
             return 0
-        return math.lcm(kv_shape(self.config).head_dim, 64) if columns == "heads" else 64
+        layer = next(other.settings["layer"] for other in self.segment.nodes if other.op == "attention")
+        return head_unit(self.config.layers[layer].head_dim) if columns == "heads" else 64
 
     def _norm_weights(self, norm: Any) -> Any:
         return core.module().NormWeights(norm.kind, self.weights.vector(norm), self.weights.vector(norm, "bias"), norm.eps)

@@ -18,7 +18,6 @@ from headrace.backends.recipe import BLOCK_SIZE, Recipe
 from headrace.data.config import ModelConfig
 from headrace.data.plan import MAX_NODES, TARGET
 from headrace.data.settings import ModelSettings
-from headrace.kv.layout import kv_shape
 from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.parallel.ranks.share import Share
@@ -157,7 +156,7 @@ def _shares(recipe: Recipe) -> bool:
 
 
 def _centre(config: ModelConfig, source: WeightSource) -> dict[int, np.ndarray] | None:
-    kept = kv_settings(source, kv_shape(config))
+    kept = kv_settings(source, config)
     return None if kept is None else kept.by_layer(config.kv_layers)
 
 

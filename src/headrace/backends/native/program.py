@@ -3,8 +3,7 @@
 import logging
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -19,9 +18,8 @@ from headrace.backends.native.lowering import FUSIONS, Lowered, lower
 from headrace.backends.native.step import NativeStep
 from headrace.backends.native.weights import PackedWeights
 from headrace.backends.protocol import RankGroup
-from headrace.data.config import ModelConfig
 from headrace.data.plan import NewSlot, StepPlan, pairs_of
-from headrace.kv.layout import KVPlace, kv_places, kv_shape, kv_shapes
+from headrace.kv.layout import KVShape, kv_places, kv_shape, kv_shapes
 from headrace.models.base import Model
 from headrace.runner.program import InputRows, Placed
 from headrace.runner.record import record
@@ -73,7 +71,7 @@ class NativeStoredRows(StoredRows):
 
 
 def pool_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto", window: int = 0) -> list[int]:
-    """Bytes of one block of each pool, in all its layers."""
+    """Bytes of one block of each pool, in all its layers. Raises ValueError as `kv_shapes` does."""
     dtype = "bfloat16" if kv_dtype == "auto" else kv_dtype
     return [shape.native_block_bytes(block_size, dtype) for shape in kv_shapes(config, window)]
 
@@ -135,8 +133,10 @@ class NativeProgram:
         self.model, pool = model, thread_pool(threads)
         self.config = config = model.config
         self.weights = weights or PackedWeights(model, source, pool, quantize, None if group is None else group.share)
-        places = _kv_places(config, layers, window)
-        self.kv, self.windows = _pools(config, places.values(), num_blocks, window_blocks, block_size, KV_DTYPES[kv_dtype])
+        held = range(config.num_layers) if layers is None else layers
+        own = config.of_layers(held)
+        places = dict(zip(held, kv_places(own, window), strict=True))
+        self.kv, self.windows = _pools(kv_shapes(own, window), (num_blocks, window_blocks), block_size, KV_DTYPES[kv_dtype])
         shared: dict[str, Any] = {"pool": pool, "max_positions": max_positions, "fuse": fuse, "isa": isa}
         lowered = lower(
             record(model, inputs is None, layers),
@@ -254,20 +254,14 @@ class NativeProgram:
         del self.core, self.encoder, self.weights, self.kv, self.windows
 
 
-def _pools(
-    config: ModelConfig, places: Iterable[KVPlace], num_blocks: int, window_blocks: int, block_size: int, dtype: str
-) -> tuple[Any, Any]:
+def _pools(shapes: Sequence[KVShape], blocks: tuple[int, int], block_size: int, dtype: str) -> tuple[Any, Any]:
     """The pool of all layers that see all tokens, and that of window layers, None if there are none."""
-    (_, heads, head_dim), counts = kv_shape(config), Counter(place.pool for place in set(places))
-    make = core.module().KVPool
-    windows = make(counts[1], window_blocks, block_size, heads, head_dim, dtype) if counts[1] else None
-    return make(counts[0], num_blocks, block_size, heads, head_dim, dtype), windows
-
-
-def _kv_places(config: ModelConfig, layers: range | None, window: int) -> dict[int, KVPlace]:
-    """Places of the K/V of the model's layers, or of `layers` alone, by the number of the layer."""
-    held = range(config.num_layers) if layers is None else layers
-    return dict(zip(held, kv_places(config.of_layers(held), window), strict=True))
+    made = [
+        core.module().KVPool(shape.layers, count, block_size, shape.heads, shape.head_dim, dtype)
+        for number, (shape, count) in enumerate(zip(shapes, blocks, strict=False))
+        if number == 0 or shape.layers
+    ]
+    return made[0], made[1] if len(made) > 1 else None
 
 
 @contextmanager

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from math import inf
 
 from headrace.data.config import ModelConfig
-from headrace.kv.layout import PAGE, kv_shape
+from headrace.kv.layout import PAGE, all_kv_shapes
 
 
 def kv_token_bytes(config: ModelConfig, kv_dtype: str = "bfloat16") -> float:
     """Bytes of K and V of one token over all layers, in the native core. Raises ValueError for an unknown format."""
-    return kv_shape(config).native_block_bytes(PAGE, kv_dtype) / PAGE
+    return sum(shape.native_block_bytes(PAGE, kv_dtype) for shape in all_kv_shapes(config)) / PAGE
 
 
 @dataclass(frozen=True, slots=True)
