@@ -27,7 +27,9 @@ PATHS = {  # and what torch calls such a CPU
     "avx2": "avx2",
     "plain": "default",
 }
-# What runs kernels: the engine, beams, random loads. Tests of texts, files and the server do not.
+# What runs kernels: the engine, beams, random loads, windows, and the native part of adapters, encoders and ranking. Tests of
+# texts, files and the server do not. Left out, as no kernel of the core runs in them: the torch part of windows (NOT_TORCH, four
+# times as long as the native one), and comparisons of adapters, encoders and rankers with formulas and `transformers`.
 EACH = (
     "tests/property",
     "tests/ops/test_native_pack.py",
@@ -40,7 +42,15 @@ EACH = (
     "tests/e2e/test_native_program.py",
     "tests/e2e/test_native_reference.py",
     "tests/e2e/test_native_rows.py",
+    "tests/e2e/test_windows.py",
+    "tests/e2e/test_adapters.py::test_a_batch_gives_the_bits_of_each_request_alone",
+    "tests/e2e/test_adapters.py::test_batches_of_1_to_33_rows",
+    "tests/e2e/test_adapters.py::test_chunks_prefix_hits_and_forks_keep_an_adapters_bits",
+    "tests/e2e/test_adapters.py::test_the_native_core_is_close_to_torch",
+    "tests/models/test_encoders.py::test_the_native_core_is_close_and_gives_the_same_bits_in_any_batch",
+    "tests/e2e/test_ranking.py::test_the_native_core_ranks_alike_and_gives_the_same_bits_in_any_batch",
 )
+NOT_TORCH = "not (test_windows and torch)"
 # These go over all paths by themselves: once.
 ALL_PATHS = tuple(f"tests/ops/test_native_{name}.py" for name in ("activations", "attention", "linear", "sample"))
 # And these are torch's alone: once for each of its kinds of vectors.
@@ -63,7 +73,10 @@ def run(path: str, tests: list[str], options: list[str], report: Path) -> tuple[
     print(f"== {path}", flush=True)
     begin = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *options, *tests], cwd=ROOT, env=env, check=False
+        [sys.executable, "-m", "pytest", "-q", "-k", NOT_TORCH, f"--junitxml={report}", *options, *tests],
+        cwd=ROOT,
+        env=env,
+        check=False,
     )
     seconds = time.monotonic() - begin
     if not report.exists():
