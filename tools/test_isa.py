@@ -28,8 +28,8 @@ PATHS = {  # and what torch calls such a CPU
     "plain": "default",
 }
 # What runs kernels: the engine, beams, random loads, windows, and the native part of adapters, encoders and ranking. Tests of
-# texts, files and the server do not. Left out, as no kernel of the core runs in them: the torch part of windows (NOT_TORCH, four
-# times as long as the native one), and comparisons of adapters, encoders and rankers with formulas and `transformers`.
+# texts, files and the server do not. Left out, as no kernel of the core runs in them: the torch part of windows (NOT_TORCH,
+# four times the native one), and comparisons of adapters, encoders and rankers with formulas and `transformers`.
 EACH = (
     "tests/property",
     "tests/ops/test_native_pack.py",
