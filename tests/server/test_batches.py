@@ -56,7 +56,7 @@ def test_bad_uploads_are_refused(tiny: Path) -> None:
             (post("/v1/files", files={"file": ("a", b"")}, data={"purpose": "batch"}), "is empty"),
             (post("/v1/files", files={"other": ("a", b"x")}, data={"purpose": "batch"}), "unknown field 'other'"),
             (post("/v1/files", files={"purpose": ("a", b"x")}), "file is missing"),
-            (post("/v1/files", files=[("file", ("a", b"x")), ("file", ("b", b"y"))]), "one file"),
+            (post("/v1/files", files=[("file", ("a", b"x")), ("file", ("b", b"y"))]), "file is given twice"),
             (post("/v1/files", content=b"x", headers={"Content-Type": "multipart/form-data"}), "not a multipart form"),
             (post("/v1/files", content=b"x", headers={"Content-Type": "multipart/form-data; boundary=a"}), "multipart form"),
             (post("/v1/files", content=b"x", headers={"Content-Type": f"multipart/form-data; boundary={'a' * 257}"}), "form"),
