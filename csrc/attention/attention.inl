@@ -80,13 +80,15 @@ HEADRACE_INLINE float mask_scores(const Tile& tile, int r, ChunkView view, float
     Lanes16 largest;
     for (int p = 0; p < kParts; ++p) largest.part[p] = set_f32(kUnseen);
     for (int b = 0; b < chunk.count; ++b) {
-        const uint32_t seen = view.open ? 0xffff : seen_in_page(row, view.start + b * kPageTokens);
-        if (plain && seen == 0xffff) {
+        const int start = view.start + b * kPageTokens;
+        const bool whole = view.open || (row.begin <= start && start + kPageTokens <= row.end);
+        if (plain && whole) {
             for (int p = 0; p < kParts; ++p)
                 largest.part[p] = max(largest.part[p], load_f32(scores + b * kPageTokens + p * kLanes));
             continue;
         }
-        const float* bias = bias_of(tile, r, view.start + b * kPageTokens);
+        const uint32_t seen = whole ? 0xffff : seen_in_page(row, start);
+        const float* bias = bias_of(tile, r, start);
         for (int p = 0; p < kParts; ++p) {
             float* at = scores + b * kPageTokens + p * kLanes;
             F32v x = load_f32(at);
@@ -118,18 +120,22 @@ HEADRACE_INLINE void softmax_update(const Tile& tile, int first, ChunkView view,
     const AttentionTask& task = tile.task;
     const bool plain = view.open && plain_scores<Pool>(task);
     const float unit = (task.softcap != 0.0f ? task.softcap : task.scale) * kLog2E;  // scores to exponents of 2
-    float largest[16], top[16];
-    for (int r = 0; r < rows; ++r) {
-        float* row = scores + r * kChunk;
-        largest[r] = plain ? see_all(row, chunk.count * kParts) : mask_scores<Pool>(tile, first + r, view, row, chunk);
-    }
-    for (int r = 0; r < rows; r += kLanes) {
-        const int count = rows - r < kLanes ? rows - r : kLanes;
-        float* row_max = tile.state.row_max() + first + r;
-        const F32v before = load_f32(row_max, count), now = max(load_f32(largest + r, count) * set_f32(unit), before);
+    float top[16];
+    for (int first_row = 0; first_row < rows; first_row += kLanes) {
+        const int count = rows - first_row < kLanes ? rows - first_row : kLanes;
+        F32v largest = set_f32(kUnseen);
+        for (int i = 0; i < count; ++i) {
+            const int r = first_row + i;
+            float* row = scores + r * kChunk;
+            const float most =
+                plain ? see_all(row, chunk.count * kParts) : mask_scores<Pool>(tile, first + r, view, row, chunk);
+            largest = choose(1u << i, set_f32(most), largest);  // through memory, the load would wait for the stores
+        }
+        float* row_max = tile.state.row_max() + first + first_row;
+        const F32v before = load_f32(row_max, count), now = max(largest * set_f32(unit), before);
         store_f32(row_max, now, count);
-        store_f32(top + r, now);
-        store_f32(keep + r, exp2(before - now));
+        store_f32(top + first_row, now);
+        store_f32(keep + first_row, exp2(before - now));
     }
     for (int r = 0; r < rows; ++r) {
         Lanes16 sum;
@@ -371,6 +377,8 @@ HEADRACE_INLINE void prepare_rows(const AttentionTask& task, const AttentionTile
     const int share = at.share;
     for (int r = 0; r < at.tokens * share; ++r) {
         const int row = at.row + r / share, column = (at.head + r % share) * kv.dim;
+        // The next token's query may be in the cache of the core that wrote it.
+        if (r + share < at.tokens * share) fetch(task.q + (row + 1) * task.stride + column, kv.dim * 4);
         prepare_head(task.q + row * task.stride + column, kv, task.q_norm, task.norm_eps, task.q_rope,
                      task.positions[row], head);
         Pool::prepare(head, kv.padded, q + r * q_stride);

@@ -26,6 +26,10 @@ HEADRACE_INLINE void round_to_bf16(const float* x, int n, uint16_t* out) {
     for (; i < n; ++i) out[i] = to_bf16(x[i]);
 }
 
+HEADRACE_INLINE void fetch(const void* from, int bytes) {
+    for (int i = 0; i < bytes; i += 64) prefetch((const uint8_t*)from + i);
+}
+
 HEADRACE_INLINE void copy_values(const float* x, int n, float* out) {
     int i = 0;
     for (; i + kLanes <= n; i += kLanes) store_f32(out + i, load_f32(x + i));
@@ -235,6 +239,10 @@ static void append(const AttentionTask& task, int feed_index, int kv_head, int f
     for (int i = first; i < last; ++i) {
         const int row = feed.row + i, index = feed.kv_start + i, slot = index % kPageTokens;
         uint8_t* page = task.pool + kv.page_offset(task.page_table[feed.pages + index / kPageTokens], kv_head);
+        if (i + 1 < last) {  // these rows may be in the cache of the core that wrote them
+            fetch(task.k + (row + 1) * task.stride + kv_head * kv.dim, kv.dim * 4);
+            fetch(task.v + (row + 1) * task.stride + kv_head * kv.dim, kv.dim * 4);
+        }
         prepare_head(task.k + row * task.stride + kv_head * kv.dim, kv, task.k_norm, task.norm_eps, task.rope,
                      task.positions[row], k);
         for (int d = 0; task.k_shift && d < kv.dim; ++d) k[d] -= task.k_shift[kv_head * kv.dim + d];

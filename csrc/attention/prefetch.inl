@@ -2,8 +2,7 @@
 // prefetched while the item before it runs.
 #pragma once
 
-#include "attention/kernels.h"
-#include "vec/vec.h"
+#include "attention/kv_page.inl"
 
 namespace headrace::HEADRACE_ISA {
 
@@ -14,10 +13,6 @@ struct Upcoming {
     const uint8_t* page[kChunkPages];
     int count;
 };
-
-HEADRACE_INLINE void fetch(const void* from, int bytes) {
-    for (int i = 0; i < bytes; i += 64) prefetch((const uint8_t*)from + i);
-}
 
 // Prefetches the memory that storing the feed's first token writes (a part of every line of K, one line of V), and its
 // input.
