@@ -64,7 +64,7 @@ HEADRACE_INLINE const float* bias_of(const Tile& tile, int r, int start) {
     return task.bias.lines + (int64_t)head * bias_width(most) + (held - first);
 }
 
-// Whether a row's scores are the products as they are: no scales of the tokens, no soft cap, no distance bias.
+// Whether the softmax takes the products of q and k unchanged: no token scales, soft cap or distance bias.
 template <class Pool>
 HEADRACE_INLINE bool plain_scores(const AttentionTask& task) {
     return !Pool::kScaled && task.softcap == 0.0f && !task.bias.lines;

@@ -1,6 +1,7 @@
 """Formats of tool calls by family: golden texts of published templates, cut at every character; controls; grammars."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -419,11 +420,14 @@ def test_optional_arguments_alone_and_open_objects_as_python(monkeypatch: pytest
             assert taken(OLMO, block(text), tool_choice="required", open_objects=True) is fits, (schema, text)
 
 
-def test_parameters_that_python_cannot_hold_are_refused() -> None:
-    def ask(parameters: dict[str, Any], **more: Any) -> None:
-        tool = {"type": "function", "function": {"name": "a", "parameters": parameters, **more}}
-        tooling(ChatRequest(model="x", messages=[], tools=[tool]), TEMPLATES["olmo"], lambda text: None)
+def ask_tool(template: str, parameters: dict[str, Any], **more: Any) -> None:
+    """Admit a request with one tool."""
+    tool = {"type": "function", "function": {"name": "a", "parameters": parameters, **more}}
+    tooling(ChatRequest(model="x", messages=[], tools=[tool]), template, lambda text: None)
 
+
+def test_parameters_that_python_cannot_hold_are_refused() -> None:
+    ask = partial(ask_tool, TEMPLATES["olmo"])
     with pytest.raises(ToolError, match="calls as Python, and 'a b' is no name there; rename it"):
         ask({"type": "object", "properties": {"a b": {}}})
     dated = {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}}
@@ -433,10 +437,7 @@ def test_parameters_that_python_cannot_hold_are_refused() -> None:
 
 
 def test_parameters_that_xml_cannot_hold_are_refused() -> None:
-    def ask(parameters: dict[str, Any], **more: Any) -> None:
-        tool = {"type": "function", "function": {"name": "a", "parameters": parameters, **more}}
-        tooling(ChatRequest(model="x", messages=[], tools=[tool]), TEMPLATES["qwen_xml"], lambda text: None)
-
+    ask = partial(ask_tool, TEMPLATES["qwen_xml"])
     with pytest.raises(ToolError, match="'a>b' is no name there; rename it"):
         ask({"type": "object", "properties": {"a>b": {}}})
     dated = {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}}
