@@ -88,7 +88,7 @@ def main() -> None:
         finally:
             other.wait(60)
     mine, gloo = statistics.median(ours) * 1e6, statistics.median(theirs) * 1e6
-    print(f"{host.cpu_name()}, {os.cpu_count()} CPUs; {args.floats} floats, two processes, p50 of {args.rounds} rounds")
+    print(f"{host.cpu_model()}, {os.cpu_count()} CPUs; {args.floats} floats, two processes, p50 of {args.rounds} rounds")
     print(f"core   {mine:8.2f} us   {min(ours) * 1e6:.2f} to {max(ours) * 1e6:.2f}")
     print(f"gloo   {gloo:8.2f} us   {min(theirs) * 1e6:.2f} to {max(theirs) * 1e6:.2f}")
     print(f"ratio  {gloo / mine:8.1f}")

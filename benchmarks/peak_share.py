@@ -20,7 +20,7 @@ def shares_of(result: dict[str, Any]) -> Shares:
 
 def machine(result: dict[str, Any]) -> tuple[str, str]:
     """Keys of the record: the processor with the number of threads, and the instruction set."""
-    return f"{host.cpu_name()}, {result['threads']} threads", result["isa"]
+    return f"{host.cpu_model()}, {result['threads']} threads", result["isa"]
 
 
 def kept(file: Path, result: dict[str, Any]) -> Shares | None:

@@ -25,17 +25,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, rows: int) -> list[str]:
+def measured(monkeypatch: pytest.MonkeyPatch, rows: int, repeated: bool = True) -> list[str]:
     """The types that are measured from now on, each with the result `rows`. Kept files are read again."""
     asked: list[str] = []
-    monkeypatch.setattr(tuning, "measure", lambda kind, pool: asked.append(kind) or rows)
+    monkeypatch.setattr(tuning, "measure", lambda kind, pool: asked.append(kind) or (rows, repeated))
     tuning._known.cache_clear()
     return asked
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FLOATS and kind not in ZEROS])
 def test_every_type_can_be_measured(kind: str) -> None:
-    assert tuning.measure(kind, thread_pool(1)) in (tuning.FEWEST, *tuning.ROWS, tuning.ALWAYS)
+    assert tuning.measure(kind, thread_pool(1))[0] in (tuning.FEWEST, *tuning.ROWS, tuning.ALWAYS)
 
 
 def test_the_measurement_follows_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,9 +46,40 @@ def test_the_measurement_follows_the_times(monkeypatch: pytest.MonkeyPatch) -> N
             return [1.0 if path == "direct" else 0.9 if len(x) >= from_rows else 1.1]
 
         monkeypatch.setattr(core.module(), "time_linears", times)
-        return tuning.measure("Q8_0", thread_pool(1))
+        rows, repeated = tuning.measure("Q8_0", thread_pool(1))
+        assert repeated
+        return rows
 
     assert [choice(rows) for rows in (64, 1000, 1)] == [32, tuning.ALWAYS, tuning.FEWEST]
+
+
+def test_times_disturbed_by_other_work_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Panels are faster from 64 rows on, but each of their first measurements is disturbed, for a time of its own. Control:
+    times that never repeat."""
+
+    def measure(disturbed: int) -> tuple[tuple[int, bool], int]:
+        calls: list[float] = []
+
+        def times(layers: Any, x: np.ndarray, pool: Any, repeats: int, path: str) -> list[float]:
+            calls.append(0)
+            fast = path == "panels" and len(x) >= 64
+            return [0.5 if not fast else 0.4 if len(calls) > disturbed * 8 else 1 + 0.1 * len(calls)]
+
+        monkeypatch.setattr(core.module(), "time_linears", times)
+        return tuning.measure("Q8_0", thread_pool(1)), len(calls) // 8
+
+    assert measure(5) == ((32, True), 7)
+    assert measure(0) == ((32, True), tuning.REPEATS[0])
+    monkeypatch.setattr(tuning, "AGREE", -1.0)
+    assert measure(0) == ((32, False), tuning.REPEATS[1])
+
+
+def test_a_choice_whose_times_did_not_repeat_is_not_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):  # processes
+        asked = measured(monkeypatch, 64, repeated=False)
+        assert [tuning.direct_rows("Q8_0", None) for _ in range(2)] == [64, 64]
+        assert asked == ["Q8_0"]
+    assert not (home / tuning.FILE).exists()
 
 
 def test_a_choice_is_kept_for_this_processor(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

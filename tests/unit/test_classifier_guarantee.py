@@ -80,9 +80,9 @@ def test_redraws_keep_the_bound_and_the_control_breaks_it() -> None:
 def test_a_rule_that_cannot_be_shown_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """50 texts show nothing at delta 0.02. Control: a test that always passes chooses a rule in each redraw."""
     curves = rules(classifier(), classes(400, 5), None)["entropy"]
-    assert report(curves, 50, 0.02, 20).startswith("tested 0.000 above, 0.000 chose; naive")
+    assert report(curves, 50, 0.02, 20).startswith("tested 0.000 above (0.000 on all texts), 0.000 chose; naive")
     monkeypatch.setattr(bench, "certified", lambda own, delta, epsilon: len(own.thresholds) - 1)
-    assert report(curves, 50, 0.02, 20).startswith("tested 1.000 above, 1.000 chose (loss ")
+    assert report(curves, 50, 0.02, 20).startswith("tested 1.000 above (1.000 on all texts), 1.000 chose (loss ")
 
 
 def test_losses_are_counted_by_hand() -> None:

@@ -153,7 +153,7 @@ def _machine(pool: Any, times: dict[Any, float], linears: dict[str, list["Layers
     rest = {name: [(key[1], seconds) for key, seconds in times.items() if key[0] == name] for name in (*REST, "host")}
     day = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Machine(
-        name=f"{host.cpu_name()}, {pool.size} threads",
+        name=f"{host.cpu_model()}, {pool.size} threads",
         memory=host.physical_memory(),
         bandwidth=peaks["bandwidth_gb_s"] * 1e9,
         peak={name: 2e9 * gmacs for name, gmacs in peaks["gmacs"].items() if name in ("int8", "bf16")},

@@ -19,7 +19,7 @@ SIZE = 256 << 20
 def machine() -> dict[str, str | int | float]:
     """Processor, cores that this process may use, memory in GiB, system."""
     return {
-        "cpu": host.cpu_name(),
+        "cpu": host.cpu_model(),
         "cores": host.cores(),
         "memory_gib": round(host.physical_memory() / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",

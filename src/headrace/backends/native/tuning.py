@@ -1,7 +1,8 @@
 """Choice between the two kernels of linear layers with integer weights, measured once for each processor and kept in a file.
 
 The direct kernels unpack the weights again for every few input rows, panels unpack them once for all rows. The number of rows
-from which panels are faster depends on the processor and on the weight type. Both compute the same bits.
+from which panels are faster depends on the processor and on the weight type. Both compute the same bits. A choice whose times
+did not repeat, because of other work on the machine, is used by this process alone.
 """
 
 import contextlib
@@ -24,9 +25,13 @@ FILE = "kernels.json"  # in the home folder
 ROWS = (16, 32, 64, 256)
 FEWEST = 8  # most rows of one pass of a direct kernel, for which panels are never faster
 ALWAYS = 1 << 30
-# Outputs and columns of the measured layer: its rows and weights fit the second cache.
-OUTPUTS, COLUMNS = 192, 1536
-REPEATS = 3
+# Outputs and columns of the measured layer: its rows and weights fit the second cache. With fewer outputs the two kernels are
+# closer to each other than in a model's layers.
+OUTPUTS, COLUMNS = 1536, 768
+# Fewest and most measurements of each. Enough are made when the two shortest of each differ by less than AGREE: on a machine
+# with other work single times say nothing.
+REPEATS = (3, 24)
+AGREE = 0.05
 
 # Rows by weight type, by instruction set, by processor and version of Headrace.
 Rows = Annotated[int, msgspec.Meta(ge=1, le=ALWAYS)]
@@ -45,28 +50,34 @@ def direct_rows(kind: str, pool: Any) -> int:
     home = find_home()
     known = _known(home)
     if kind not in known:
-        known[kind] = measure(kind, pool)
-        if home is not None:
-            _keep(home / FILE, known)
+        known[kind], repeated = measure(kind, pool)
+        if home is not None and repeated:
+            _keep(home / FILE, kind, known[kind])
     return known[kind]
 
 
-def measure(kind: str, pool: Any) -> int:
-    """The same, measured in a few ms. The layer's weights are zeros: no time depends on them."""
+def measure(kind: str, pool: Any) -> tuple[int, bool]:
+    """The same, measured in a few ms, and whether the times repeated. The layer's weights are zeros: no time depends on them."""
     module = core.module()
     block, nbytes = KINDS[kind]
     rows = np.zeros((OUTPUTS, COLUMNS // block * nbytes), np.uint8)
     arena = module.Arena()
     layers = [module.PackedLinear([module.pack(rows, kind, OUTPUTS, COLUMNS, arena, pool)])]
     x = np.ones((max(ROWS), COLUMNS), np.float32)
-    best = {(rows, path): np.inf for rows in ROWS for path in ("direct", "panels")}
-    for _ in range(REPEATS):
-        for at in best:
-            best[at] = min(best[at], *module.time_linears(layers, x[: at[0]], pool, 1, at[1]))
-    direct = [rows for rows in ROWS if best[rows, "direct"] <= best[rows, "panels"]]
+    times: dict[tuple[int, str], list[float]] = {(rows, path): [] for rows in ROWS for path in ("direct", "panels")}
+    repeated = False
+    fewest, most = REPEATS
+    for number in range(most):
+        for (count, path), found in times.items():
+            found.extend(module.time_linears(layers, x[:count], pool, 1, path))
+            found.sort()
+        repeated = number + 1 >= fewest and all(found[1] <= (1 + AGREE) * found[0] for found in times.values())
+        if repeated:
+            break
+    direct = [rows for rows in ROWS if times[rows, "direct"][0] <= times[rows, "panels"][0]]
     if not direct:
-        return FEWEST
-    return ALWAYS if direct[-1] == ROWS[-1] else direct[-1]
+        return FEWEST, repeated
+    return ALWAYS if direct[-1] == ROWS[-1] else direct[-1], repeated
 
 
 @cache
@@ -83,12 +94,12 @@ def _read(file: Path) -> Choices:
         return {}
 
 
-def _keep(file: Path, choices: dict[str, int]) -> None:
-    """Write choices to the file. A home folder that cannot be written only costs the measurement in the next process."""
+def _keep(file: Path, kind: str, rows: int) -> None:
+    """Add a choice to the file. A home folder that cannot be written only costs the measurement in the next process."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         everything = _read(file)
-        everything.setdefault(_processor(), {})[_isa()] = choices
+        everything.setdefault(_processor(), {}).setdefault(_isa(), {})[kind] = rows
         with atomic_write(file) as part:
             part.write_bytes(msgspec.json.format(msgspec.json.encode(everything), indent=1))
 
