@@ -101,6 +101,6 @@ def test_the_recorded_speeds_are_complete() -> None:
         for cell, figures in run["cells"].items():
             assert cell in CELLS
             assert figures["interval"][0] <= figures["ratio"] <= figures["interval"][1]
-            assert 0 < figures["share"] < 1.1
+            assert 0 < figures["share"] < 1.5  # caches may hold a part of a small model
             assert figures["limit"] in ("memory", "products")
     assert json.loads(record.RECORD.read_text()) == record.read()
