@@ -99,7 +99,7 @@ def best(curves: Sequence[Curve], chosen: Sequence[int | None], texts: np.ndarra
 
 
 def report(curves: Sequence[Curve], n: int, delta: float, redraws: int) -> str:
-    """Shares of redraws that are above delta on the other texts (on all), and that chose a rule; means of loss and layers on the
+    """Shares of redraws that are above delta on the other texts (on all), and that chose a rule; mean loss and layers on the
     others."""
     rng, count = np.random.default_rng(0), curves[0].losses.shape[1]
     found: dict[str, list[tuple[float, float, float]]] = {"tested": [], "naive": []}

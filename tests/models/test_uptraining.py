@@ -85,9 +85,9 @@ def test_smollm2_with_one_head_of_three_gains(tmp_path: Path) -> None:
     compress(default_model(), tmp_path / "pooled.gguf", pooling)
 
     def judged(place: str, steps: int, rate: float) -> tuple[Judgement, Judgement]:
-        budget = Budget(steps=steps)
-        student = str(tmp_path / "pooled.gguf")
-        report = distil(default_model(), tmp_path / place, DistilConfig(student, budget, texts=texts, window=128, batch=2, rate=rate))
+        student, budget = str(tmp_path / "pooled.gguf"), Budget(steps=steps)
+        recipe = DistilConfig(student, budget, texts=texts, window=128, batch=2, rate=rate)
+        report = distil(default_model(), tmp_path / place, recipe)
         print(f"{place}: {report.before} {report.after}")
         return report.before, report.after
 
