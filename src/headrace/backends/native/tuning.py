@@ -57,7 +57,7 @@ def direct_rows(kind: str, pool: Any) -> int:
 
 
 def measure(kind: str, pool: Any) -> tuple[int, bool]:
-    """The same, measured in a few ms, and whether the times repeated. The layer's weights are zeros; no time depends on that."""
+    """The same, measured in a few ms, and whether the times repeated. The weights are zeros; no time depends on that."""
     module = core.module()
     block, nbytes = KINDS[kind]
     rows = np.zeros((OUTPUTS, COLUMNS // block * nbytes), np.uint8)
