@@ -1,5 +1,5 @@
-"""GQA uptraining on real models: stories260K with one K/V head of four, mean-pooled as in the paper, learns back most of what
-pooling lost; SmolLM2 with one of three learns back a part of it.
+"""GQA uptraining on real models: stories260K with one K/V head of four, mean-pooled as in the paper, recovers most of the loss;
+SmolLM2 with one of three recovers a part of it.
 
 Source: Ainslie et al., "GQA", arXiv 2305.13245, section 2.1.
 """
@@ -79,7 +79,7 @@ def test_uptraining_takes_back_most_of_what_pooling_lost(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_smollm2_with_one_head_of_three_gains(tmp_path: Path) -> None:
     """Mean-pooled, then 24 steps of 256 tokens of wikitext-2: KL and perplexity on held-out texts fall, and stay above the
-    original's. Control: steps that change nothing keep what pooling lost."""
+    original's. Control: steps that change nothing recover nothing."""
     texts = str(data_path("wikitext2") / "valid.txt")
     pooling = Pipeline(method=("kv-heads",), format="F16", kv_heads=1, pool="mean", calibrate=texts)
     compress(default_model(), tmp_path / "pooled.gguf", pooling)

@@ -101,6 +101,6 @@ def test_the_recorded_speeds_are_complete() -> None:
         for cell, figures in run["cells"].items():
             assert cell in CELLS
             assert figures["interval"][0] <= figures["ratio"] <= figures["interval"][1]
-            assert 0 < figures["share"] < 1.5  # caches may hold a part of a small model
-            assert figures["limit"] in ("memory", "products")
+            # Caches may hold a part of a small model's weights; no product is faster than the peak.
+            assert 0 < figures["share"] < {"memory": 1.25, "products": 1.0}[figures["limit"]]
     assert json.loads(record.RECORD.read_text()) == record.read()

@@ -28,8 +28,8 @@ ALWAYS = 1 << 30
 # Outputs and columns of the measured layer: its rows and weights fit the second cache. With fewer outputs the two kernels are
 # closer to each other than in a model's layers.
 OUTPUTS, COLUMNS = 1536, 768
-# Fewest and most measurements of each. Enough are made when the two shortest of each differ by less than AGREE: on a machine
-# with other work single times say nothing.
+# Fewest and most measurements of each. Enough are made when the two shortest of each differ by at most AGREE, since other
+# processes disturb single measurements.
 REPEATS = (3, 24)
 AGREE = 0.05
 
